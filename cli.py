@@ -1,0 +1,45 @@
+"""The command line: flags out of a dataclass, and a person's mistake as one line instead of a traceback."""
+
+import contextlib
+import io
+import os
+import re
+import sys
+import time
+
+
+class UserError(Exception):
+    """Something a person can put right. Its text says what is wrong and what to do."""
+
+
+def parse(config_type, default=None):
+    """Read the command line into the dataclass `config_type`; fields become flags, `--no_NAME` turns one off.
+
+    Raises UserError for a flag or value that does not exist, naming the nearest that does.
+    """
+    import tyro
+
+    complaint = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(complaint):
+            return tyro.cli(config_type, default=default, use_underscores=True)
+    except SystemExit as stop:
+        if stop.code == 0:  # --help
+            raise
+    text = re.sub(r"[─│╭╮╰╯]+", " ", complaint.getvalue())
+    text = re.sub(r"For full helptext.*", "", text)
+    lines = [" ".join(line.split()) for line in text.splitlines()]
+    raise UserError("; ".join(dict.fromkeys(line for line in lines if line)) + "; see --help")
+
+
+def run(main):
+    """Call main(). A UserError ends the program with one line on standard error and exit code 1."""
+    try:
+        main()
+    except UserError as error:
+        rank = int(os.environ.get("RANK", 0))
+        if rank > 0:
+            # Rank 0 met the same error as a rule, and torchrun ends this rank before it can repeat it.
+            time.sleep(5)
+        print(f"error{f' (rank {rank})' if rank else ''}: {error}", file=sys.stderr, flush=True)
+        sys.exit(1)

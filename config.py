@@ -1,0 +1,260 @@
+"""Config: every flag of train_gpt2.py with its default; the GPT-2 sizes; and what follows from flags and device."""
+
+import dataclasses
+import shutil
+import time
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from cli import UserError
+from tokenizer import VOCAB_SIZE
+
+# layers, heads, width (Radford et al. 2019, table 2; heads as in OpenAI's released weights)
+SIZES = {
+    "gpt2": (12, 12, 768),  # 124M parameters
+    "gpt2-medium": (24, 16, 1024),  # 355M
+    "gpt2-large": (36, 20, 1280),  # 774M
+    "gpt2-xl": (48, 25, 1600),  # 1558M
+}
+
+
+@dataclass
+class Config:
+    """Train GPT-2. Without flags: GPT-2 124M on FineWeb-Edu 10BT, as fast as the hardware allows.
+
+    On several GPUs: torchrun --standalone --nproc_per_node=8 train_gpt2.py [flags]
+    """
+
+    demo: bool = False
+    """Train a small GPT-2 for a few minutes on text that comes with Python: no GPU, no network, no FineWeb needed."""
+
+    model: Literal["gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl"] = "gpt2"
+    """The model's size: 124M, 355M, 774M or 1558M parameters."""
+    n_layer: int | None = None
+    """Layers, in place of the model's own."""
+    n_head: int | None = None
+    """Attention heads, in place of the model's own."""
+    n_embd: int | None = None
+    """Embedding width, in place of the model's own."""
+    seq_len: int = 1024
+    """Tokens in a sequence."""
+    init_from: str = "scratch"
+    """Initial weights: scratch, a checkpoint, a Hugging Face folder, or a name on its hub such as gpt2."""
+
+    data_dir: str = "edu_fineweb10B"
+    """The folder of shards that fineweb.py writes."""
+    shuffle: bool = True
+    """Take documents in an order drawn from the seed, anew each epoch; --no_shuffle reads the shards as they lie."""
+    log_dir: str = "log"
+    """Runs are folders in here."""
+    run_name: str | None = None
+    """The run's folder and its name on wandb; by default the model and the time of day."""
+    device: Literal["auto", "cuda", "cpu", "mps"] = "auto"
+    """auto takes a GPU where there is one."""
+    seed: int = 1337
+    """Fixes the initial weights, the order of the data, and the samples."""
+
+    micro_batch_size: int | None = None
+    """Sequences a device takes at once; by default what fits it. Changes speed and memory, not the result."""
+    total_batch_size: int = 524288
+    """Tokens in a step, over all devices and accumulated micro-batches."""
+    max_steps: int = 19073
+    """Steps of training; the default is one epoch of 10B tokens."""
+
+    tf32: bool = True
+    """TensorFloat-32 tensor cores for what is left in float32."""
+    autocast: Literal["bf16", "fp16", "off"] = "bf16"
+    """Mixed precision; fp16 scales its gradients and is for GPUs without bf16."""
+    compile: bool = True
+    """torch.compile: fused kernels instead of one launch an operation."""
+    flash: bool = True
+    """Flash attention, through F.scaled_dot_product_attention; off, attention is written out."""
+    pad_vocab: bool = True
+    """Pad the vocabulary from 50257 to 50304, which tensor-core tiles divide."""
+    fused_adamw: bool = True
+    """AdamW's update of all parameters in one kernel."""
+
+    lr: float = 6e-4
+    """Highest learning rate."""
+    min_lr_ratio: float = 0.1
+    """The cosine ends at this fraction of lr."""
+    warmup_steps: int = 715
+    """Steps in which the learning rate rises linearly; the default is GPT-3's 375M tokens."""
+    lr_schedule: Literal["cosine", "constant"] = "cosine"
+    """What the learning rate does after its warm-up."""
+    weight_decay: float = 0.1
+    """Decay of matrices and embeddings."""
+    beta1: float = 0.9
+    """AdamW's decay of the first moment."""
+    beta2: float = 0.95
+    """AdamW's decay of the second moment."""
+    grad_clip: float = 1.0
+    """Scale the gradient down to this norm; 0 is off."""
+    batch_warmup_steps: int = 0
+    """Steps in which the batch grows from one micro-batch a device to its full size, as GPT-3's did; 0 is off."""
+
+    val_every: int = 250
+    """Steps between validations; 0 is off. Like the three below, also done after the last step."""
+    val_steps: int = 20
+    """Validate on this many times total_batch_size tokens, or all there are."""
+    hellaswag_every: int = 250
+    """Steps between HellaSwag evaluations; 0 is off."""
+    hellaswag_data: str | None = None
+    """HellaSwag's validation set as a local .jsonl file; by default it is downloaded."""
+    sample_every: int = 250
+    """Steps between samples; 0 is off."""
+    checkpoint_every: int = 1000
+    """Steps between checkpoints; 0 is off."""
+    wandb: Literal["auto", "online", "offline", "disabled"] = "auto"
+    """auto is online where wandb is logged in, and offline otherwise."""
+    wandb_project: str = "gpt2"
+    """The project that runs go to on wandb."""
+    peak_tflops: float | None = None
+    """The device's dense bf16 peak, for MFU; known for common GPUs."""
+
+
+# A small model that learns something on two CPU cores within two minutes. Nearly all of its time goes into the
+# vocabulary of 50257, so micro-batches are small enough for their logits to stay in the cache.
+DEMO = Config(
+    demo=True,
+    n_layer=4,
+    n_head=4,
+    n_embd=128,
+    seq_len=128,
+    data_dir="demo_data",
+    total_batch_size=1024,
+    max_steps=200,
+    compile=False,
+    lr=2e-3,
+    warmup_steps=20,
+    val_every=50,
+    val_steps=8,
+    hellaswag_every=0,
+    sample_every=100,
+    checkpoint_every=0,
+)
+
+
+def resolve(config, ranks):
+    """Fill in what follows from the other flags and the device, and check that it all fits together.
+
+    Returns the complete Config and a list of lines that say what was chosen or changed, and why.
+    Raises UserError, with what to do, for flags that contradict each other.
+    """
+    new = dataclasses.replace(config)
+    reasons = []
+
+    if new.init_from == "scratch":
+        new.n_layer, new.n_head, new.n_embd = (
+            own or of_size for own, of_size in zip((new.n_layer, new.n_head, new.n_embd), SIZES[new.model])
+        )
+        if new.n_embd % new.n_head:
+            heads = min((h for h in range(1, new.n_embd + 1) if new.n_embd % h == 0), key=lambda h: abs(h - new.n_head))
+            raise UserError(f"--n_embd {new.n_embd} cannot be divided into {new.n_head} heads: try --n_head {heads}")
+    elif new.n_layer or new.n_head or new.n_embd or new.model != "gpt2":
+        raise UserError("--init_from brings the model's sizes with it: leave out --model, --n_layer, --n_head and --n_embd")
+    for name in ("seq_len", "total_batch_size", "micro_batch_size", "max_steps", "val_steps"):
+        if (value := getattr(new, name)) is not None and value < 1:
+            raise UserError(f"--{name} {value}: it must be at least 1")
+
+    if new.device == "auto":
+        new.device = ranks.device.type
+    fit_precision(new, ranks.device, reasons)
+    if new.compile and (missing := missing_compiler(ranks.device)):
+        new.compile = False
+        reasons.append(f"compile is off: torch.compile needs {missing}, and this machine has none")
+
+    share = new.seq_len * ranks.world_size  # tokens in one sequence on every rank
+    if new.micro_batch_size is None:
+        new.micro_batch_size, reason = choose_micro_batch_size(new, ranks)
+        reasons.append(reason)
+    elif new.total_batch_size % (new.micro_batch_size * share):
+        sequences = new.total_batch_size // share
+        fits = [b for b in range(1, sequences + 1) if new.total_batch_size % (b * share) == 0]
+        below, above = multiples_around(new.total_batch_size, new.micro_batch_size * share)
+        hint = f"--micro_batch_size {min(fits, key=lambda b: abs(b - new.micro_batch_size))} or " if fits else ""
+        raise UserError(
+            f"--total_batch_size {new.total_batch_size} is not a multiple of micro_batch_size {new.micro_batch_size} × "
+            f"seq_len {new.seq_len} × {ranks.world_size} ranks: try {hint}--total_batch_size {below or above} or {above}"
+        )
+    if new.run_name is None:
+        new.run_name = f"{'demo' if new.demo else new.model}-{time.strftime('%Y%m%d-%H%M%S')}"
+    return new, reasons
+
+
+def multiples_around(number, factor):
+    """The multiples of factor at or below, and above, number."""
+    below = number // factor * factor
+    return below, below + factor
+
+
+def fit_precision(config, device, reasons):
+    """Turn off, in place, what the device's arithmetic does not have, saying so in `reasons`."""
+    if device.type == "cuda":
+        generation = torch.cuda.get_device_capability(device)
+        name = torch.cuda.get_device_name(device)
+        if generation < (8, 0) and config.autocast == "bf16":
+            config.autocast = "fp16"
+            reasons.append(f"autocast is fp16, with scaled gradients: {name} has no bf16")
+        if generation < (8, 0) and config.tf32:
+            config.tf32 = False
+            reasons.append(f"tf32 is off: {name} does not have it")
+        return
+    if config.tf32:
+        config.tf32 = False
+        reasons.append(f"tf32 is off: it is for NVIDIA GPUs, this is {device.type}")
+    if device.type == "cpu" and config.autocast == "bf16":
+        abilities = torch.cpu.get_capabilities()
+        if not any(abilities.get(ability) for ability in ("avx512_bf16", "amx_bf16", "bf16")):
+            config.autocast = "off"
+            reasons.append("autocast is off: this processor has no bf16 instructions")
+
+
+def missing_compiler(device):
+    """What torch.compile lacks on this machine, or None: a C compiler under Triton, a C++ compiler on a CPU."""
+    if device.type == "cuda":
+        return None if any(map(shutil.which, ("cc", "gcc", "clang"))) else "a C compiler (gcc)"
+    return None if any(map(shutil.which, ("c++", "g++", "clang++"))) else "a C++ compiler (g++)"
+
+
+def choose_micro_batch_size(config, ranks):
+    """The largest power of two, 64 at most, that fits the device and divides the batch; and the reason in words.
+
+    Raises UserError when no micro-batch size divides the batch.
+    """
+    share = config.seq_len * ranks.world_size
+    if config.total_batch_size % share:
+        below, above = multiples_around(config.total_batch_size, share)
+        raise UserError(
+            f"--total_batch_size {config.total_batch_size} cannot be divided into sequences of {config.seq_len} tokens over "
+            f"{ranks.world_size} ranks: try {below or above} or {above}"
+        )
+    if ranks.device.type == "cuda":
+        free = torch.cuda.mem_get_info(ranks.device)[0]
+        room = 0.85 * free - 18 * params_estimate(config)  # fp32 weights, gradients, two moments; a bf16 copy
+        limit = room / (config.seq_len * bytes_per_token(config))
+        where = f"fits the {free / 2**30:.0f} GB that are free"
+    else:
+        limit = 128 / config.seq_len  # logits of 128 tokens, 25 MB, stay in the cache or near it
+        where = f"suits a {ranks.device.type}"
+    size = 1
+    while size * 2 <= min(limit, 64) and config.total_batch_size % (size * 2 * share) == 0:
+        size *= 2
+    return size, f"micro_batch_size is {size}: {where}"
+
+
+def params_estimate(config):
+    n_layer, n_embd = config.n_layer or 12, config.n_embd or 768
+    return 12 * n_layer * n_embd**2 + (VOCAB_SIZE + config.seq_len) * n_embd
+
+
+def bytes_per_token(config):
+    """Peak memory of forward and backward for each token of a micro-batch, fitted to measured peaks."""
+    n_layer, n_embd, n_head = config.n_layer or 12, config.n_embd or 768, config.n_head or 12
+    width = 4 if config.autocast == "off" else 2
+    layer = n_embd * (17 * width if config.compile else 40 * width)
+    scores = 0 if config.flash else n_head * config.seq_len * (3 * width if config.compile else 4 * width + 4)
+    head = VOCAB_SIZE * (width + (4 if config.compile else 8))
+    return n_layer * (layer + scores) + head

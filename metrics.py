@@ -1,0 +1,194 @@
+"""What a run tells: the step line, log.txt, metrics.jsonl, wandb; tokens/sec and MFU."""
+
+import json
+import math
+import os
+import platform
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+
+from cli import UserError
+
+# Dense bf16 peak in TFLOP/s (fp16 for V100 and T4, which have no bf16), from NVIDIA's data sheets.
+PEAK_TFLOPS = {
+    "B200": 2250,
+    "H100 PCIe": 756,
+    "H100 NVL": 835,
+    "H100": 989.4,
+    "H200": 989.4,
+    "H20": 148,
+    "A100": 312,
+    "L40S": 362,
+    "L4": 121,
+    "A10G": 70,
+    "RTX 4090": 165.2,
+    "RTX 3090": 71,
+    "V100": 125,
+    "T4": 65,
+}
+
+
+def peak_tflops(device):
+    """The device's dense bf16 peak in TFLOP/s by its name, or None if it is not known."""
+    if device.type != "cuda":
+        return None
+    name = torch.cuda.get_device_name(device)
+    return next((peak for part, peak in PEAK_TFLOPS.items() if part in name), None)
+
+
+def flops_per_token(model, seq_len):
+    """FLOPs of forward and backward for a token: 6N + 12·L·C·T (Chowdhery et al. 2022, PaLM, appendix B)."""
+    c = model.config
+    return 6 * model.num_params() + 12 * c.n_layer * c.n_embd * seq_len
+
+
+def duration(seconds):
+    """A time to go, in two units: 4h52m, 3m10s."""
+    seconds = int(seconds)
+    if seconds >= 86400:
+        return f"{seconds // 86400}d{seconds % 86400 // 3600:02d}h"
+    if seconds >= 3600:
+        return f"{seconds // 3600}h{seconds % 3600 // 60:02d}m"
+    return f"{seconds // 60}m{seconds % 60:02d}s"
+
+
+def environment(device):
+    """Versions, hardware and git commit, for whoever reads the run later."""
+    git = subprocess.run(
+        ["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True, check=False
+    ) if Path(__file__).with_name(".git").exists() else None
+    gpu = device.type == "cuda"
+    return dict(
+        python=platform.python_version(),
+        torch=torch.__version__,
+        cuda=torch.version.cuda if gpu else None,
+        cudnn=torch.backends.cudnn.version() if gpu else None,
+        device=torch.cuda.get_device_name(device) if gpu else platform.processor() or platform.machine(),
+        command=" ".join(sys.argv),
+        git_commit=git.stdout.strip() if git and git.returncode == 0 else None,
+    )
+
+
+class RunLog:
+    """Writes one run's folder and its wandb page. Only rank 0 makes one.
+
+    log.txt has lines of `{step} {stream} {value}`, stream one of train, val, hella; metrics.jsonl an object a line with
+    everything else. A step's number counts the updates before it, as in the peers' logs.
+    """
+
+    def __init__(self, config, device, world_size, flops_per_token):
+        """Raises UserError when the run's folder already holds a run or cannot be written."""
+        self.config = config
+        self.flops_per_token = flops_per_token
+        peak = config.peak_tflops or peak_tflops(device)
+        self.peak_flops = peak and peak * 1e12 * world_size
+        self.folder = Path(config.log_dir) / config.run_name
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            if (self.folder / "log.txt").exists():
+                raise UserError(f"{self.folder} already holds a run: choose another --run_name, or delete it")
+            # line-buffered: what was logged is in the file, whatever happens next
+            self.log_txt = open(self.folder / "log.txt", "w", buffering=1)
+            self.metrics_jsonl = open(self.folder / "metrics.jsonl", "w", buffering=1)
+            facts = dict(vars(config), world_size=world_size, **environment(device))
+            (self.folder / "config.json").write_text(json.dumps(facts, indent=2) + "\n")
+        except OSError as error:
+            raise UserError(f"cannot write the run's folder {self.folder}: {error.strerror}; choose another --log_dir") from error
+        self.wandb = None
+        self._start_wandb(facts)
+
+    # ---- wandb: never asks, never stops training
+
+    def _start_wandb(self, facts):
+        mode = self.config.wandb
+        if mode == "disabled":
+            return
+        try:
+            import wandb
+
+            if mode == "auto":
+                mode = os.environ.get("WANDB_MODE") or ("online" if wandb.login(prompt=False) else "offline")
+            self.wandb = wandb.init(
+                project=self.config.wandb_project,
+                name=self.config.run_name,
+                mode=mode,
+                dir=self.folder,
+                config=facts,
+                settings=wandb.Settings(silent=True, init_timeout=60),
+            )
+            self.wandb.define_metric("by_tokens/*", step_metric="tokens")
+            self._samples = wandb.Table(columns=["step", "text"], log_mode="INCREMENTAL")
+        except Exception as error:
+            self._lose_wandb(error)
+
+    def _lose_wandb(self, error):
+        self.wandb = None
+        print(f"wandb is off ({type(error).__name__}: {error}); the run goes on, its metrics are in {self.folder}")
+
+    def _to_wandb(self, step, values):
+        if self.wandb is None:
+            return
+        try:
+            self.wandb.log(values, step=step)
+        except Exception as error:
+            self._lose_wandb(error)
+
+    def where_to_watch(self):
+        """One line: the page on wandb, or the command that shows an offline run in the terminal."""
+        if self.wandb is None:
+            return f"{self.folder}/metrics.jsonl"
+        if self.wandb.url:
+            return self.wandb.url
+        return f"wandb leet {Path(self.wandb.dir).parent}"
+
+    # ---- what training reports
+
+    def train_step(self, step, tokens, loss, lr, grad_norm, seconds, step_tokens, seconds_left, loss_scale=None):
+        """Print and log one step: tokens so far, loss in nats, seconds and tokens of this step, seconds to the end."""
+        rate = step_tokens / seconds
+        mfu = rate * self.flops_per_token / self.peak_flops if self.peak_flops else None
+        print(
+            f"step {step:5d}/{self.config.max_steps} | loss {loss:.6f} | lr {lr:.4e} | norm {grad_norm:.4f} | "
+            f"{seconds * 1000:.2f} ms | {rate:,.0f} tok/s | "
+            + (f"MFU {mfu:.1%} | " if mfu else "")
+            + (f"{duration(seconds_left)} left" if seconds_left is not None else "time left unknown"),
+            flush=True,
+        )
+        self.log_txt.write(f"{step} train {loss:.6f}\n")
+        values = dict(train_loss=loss, lr=lr, grad_norm=grad_norm, step_ms=seconds * 1000, tokens_per_sec=rate, mfu=mfu)
+        if loss_scale is not None:
+            values["loss_scale"] = loss_scale
+        self._record(step, tokens, values)
+        page = {f"train/{name.removeprefix('train_')}": value for name, value in values.items() if value is not None}
+        by_tokens = {"by_tokens/train_loss": loss, "by_tokens/tokens_per_sec": rate}
+        self._to_wandb(step, page | by_tokens | dict(tokens=tokens))
+
+    def evaluation(self, step, tokens, stream, value, **values):
+        """Log an evaluation: `value` into log.txt under "val" or "hella", `values` by their names elsewhere."""
+        self.log_txt.write(f"{step} {stream} {value:.4f}\n")
+        self._record(step, tokens, values)
+        page = {f"eval/{name}": v for name, v in values.items()} | {f"by_tokens/{name}": v for name, v in values.items()}
+        self._to_wandb(step, page | dict(tokens=tokens))
+
+    def samples(self, step, tokens, texts):
+        """Log sampled texts, and print them."""
+        for i, text in enumerate(texts):
+            print(f"sample {i}: {text}", flush=True)
+        self._record(step, tokens, dict(samples=texts))
+        if self.wandb is not None:
+            for text in texts:
+                self._samples.add_data(step, text)
+            self._to_wandb(step, dict(samples=self._samples))
+
+    def _record(self, step, tokens, values):
+        values = {name: None if isinstance(v, float) and not math.isfinite(v) else v for name, v in values.items()}
+        self.metrics_jsonl.write(json.dumps(dict(step=step, tokens=tokens, **values)) + "\n")
+
+    def close(self):
+        self.log_txt.close()
+        self.metrics_jsonl.close()
+        if self.wandb is not None:
+            self.wandb.finish()

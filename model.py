@@ -1,0 +1,287 @@
+"""GPT-2: attention, MLP, block, GPT; its loss, generation with a KV cache, Hugging Face in and out.
+
+Architecture: Radford et al. 2019, "Language Models are Unsupervised Multitask Learners", with parameter names
+as OpenAI and Hugging Face have them. Shapes: B batch, T sequence, C embedding width, H heads, V vocabulary.
+"""
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+# OpenAI's code keeps these four as (in, out); nn.Linear keeps (out, in). Everything else is equal.
+TRANSPOSED = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
+
+
+@dataclass
+class GPTConfig:
+    seq_len: int = 1024  # positions the model knows
+    vocab_size: int = 50257
+    n_layer: int = 12
+    n_head: int = 12
+    n_embd: int = 768
+    flash: bool = True  # F.scaled_dot_product_attention; else attention written out
+    pad_vocab: bool = True  # embedding table rounded up to a multiple of 128 rows
+
+    @property
+    def table_rows(self):
+        """Rows of the embedding table: vocab_size, or with pad_vocab the next multiple of 128."""
+        return -(-self.vocab_size // 128) * 128 if self.pad_vocab else self.vocab_size
+
+
+def causal_attention(q, k, v, causal):
+    """Attention written out: softmax(q kᵀ / √D) v, with the (T, S) matrix in memory. q (B, H, T, D), k and v (B, H, S, D)."""
+    scores = (q @ k.transpose(-2, -1)) / math.sqrt(q.size(-1))  # (B, H, T, S)
+    if causal:
+        future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
+        scores = scores.masked_fill(future, float("-inf"))
+    return F.softmax(scores, dim=-1).to(v.dtype) @ v  # (B, H, T, D)
+
+
+class CausalSelfAttention(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.n_head = config.n_head
+        self.flash = config.flash
+        self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd)
+        self.c_proj = nn.Linear(config.n_embd, config.n_embd)
+
+    def forward(self, x, past=None):
+        B, T, C = x.shape
+        q, k, v = (
+            part.view(B, T, self.n_head, C // self.n_head).transpose(1, 2)  # (B, H, T, C/H)
+            for part in self.c_attn(x).split(C, dim=2)
+        )
+        if past is not None:
+            k, v = past.append(k, v)
+        causal = T > 1  # a single new token may look at everything
+        # flash: one fused kernel that never writes the (T, T) matrix to memory (Dao et al. 2022)
+        if self.flash:
+            y = F.scaled_dot_product_attention(q, k, v, is_causal=causal)
+        else:
+            y = causal_attention(q, k, v, causal)
+        y = y.transpose(1, 2).reshape(B, T, C)
+        return self.c_proj(y)
+
+
+class MLP(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.c_fc = nn.Linear(config.n_embd, 4 * config.n_embd)
+        self.c_proj = nn.Linear(4 * config.n_embd, config.n_embd)
+
+    def forward(self, x):
+        return self.c_proj(F.gelu(self.c_fc(x), approximate="tanh"))
+
+
+class Block(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.ln_1 = nn.LayerNorm(config.n_embd)
+        self.attn = CausalSelfAttention(config)
+        self.ln_2 = nn.LayerNorm(config.n_embd)
+        self.mlp = MLP(config)
+
+    def forward(self, x, past=None):
+        x = x + self.attn(self.ln_1(x), past)
+        return x + self.mlp(self.ln_2(x))
+
+
+class PastKeysValues:
+    """One layer's keys and values of the tokens so far, in buffers (B, H, capacity, D) that are filled in place."""
+
+    def __init__(self, capacity):
+        self.capacity = capacity
+        self.length = 0
+
+    def append(self, k, v):
+        """Add (B, H, T, D) keys and values; returns those of all tokens so far."""
+        B, H, T, D = k.shape
+        if self.length == 0:
+            self.k = k.new_empty(B, H, self.capacity, D)
+            self.v = v.new_empty(B, H, self.capacity, D)
+        self.k[:, :, self.length : self.length + T] = k
+        self.v[:, :, self.length : self.length + T] = v
+        self.length += T
+        return self.k[:, :, : self.length], self.v[:, :, : self.length]
+
+
+class GPT(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        if config.n_embd % config.n_head:
+            raise ValueError(f"n_embd {config.n_embd} cannot be divided into n_head {config.n_head} heads of equal width")
+        self.config = config
+        self.transformer = nn.ModuleDict(
+            dict(
+                wte=nn.Embedding(config.table_rows, config.n_embd),
+                wpe=nn.Embedding(config.seq_len, config.n_embd),
+                h=nn.ModuleList(Block(config) for _ in range(config.n_layer)),
+                ln_f=nn.LayerNorm(config.n_embd),
+            )
+        )
+        self.init_weights()
+
+    @torch.no_grad()
+    def init_weights(self):
+        """N(0, 0.02), biases 0; the projections back into the residual stream 0.02/√(2L), since 2L of them add up there."""
+        for name, parameter in self.named_parameters():
+            if name.endswith("c_proj.weight"):
+                nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * self.config.n_layer))
+            elif name.endswith("wte.weight"):  # padding stays 0, and the same seed gives the same weights without it
+                nn.init.zeros_(parameter)
+                nn.init.normal_(parameter[: self.config.vocab_size], std=0.02)
+            elif parameter.dim() == 2:
+                nn.init.normal_(parameter, std=0.02)
+            elif name.endswith("bias"):
+                nn.init.zeros_(parameter)
+
+    def num_params(self):
+        """Trainable numbers, the embedding that is also the head counted once, its padding not at all."""
+        padding = self.config.table_rows - self.config.vocab_size
+        return sum(p.numel() for p in self.parameters()) - padding * self.config.n_embd
+
+    def forward(self, idx, targets=None, reduction="mean", cache=None):
+        """Logits, or with targets their cross-entropy.
+
+        idx (B, T) int64. targets (B, T) int64, -1 where none: the loss in nats, the mean over all targets, or with
+        reduction="none" (B, T), 0 where there is none. Without targets: logits (B, T, V), padding left out.
+        cache (a list of PastKeysValues, one a layer) holds earlier tokens: the first call brings the prompt, each
+        later one a single token, and only the last position's logits come back, (B, 1, V).
+
+        Raises ValueError for more than seq_len tokens.
+        """
+        T = idx.size(1)
+        start = cache[0].length if cache else 0
+        if start + T > self.config.seq_len:
+            raise ValueError(f"{start + T} tokens, but the model knows {self.config.seq_len} positions")
+        position = torch.arange(start, start + T, device=idx.device)
+        x = self.transformer.wte(idx) + self.transformer.wpe(position)  # (B, T, C)
+        for layer, block in enumerate(self.transformer.h):
+            x = block(x, cache[layer] if cache else None)
+        x = self.transformer.ln_f(x[:, -1:] if cache else x)
+        # The head is the token embedding again. With pad_vocab its product runs over 50304 columns, a multiple of 128
+        # that tensor-core tiles divide, and the padding's columns are cut off before anybody sees them.
+        logits = F.linear(x, self.transformer.wte.weight)[..., : self.config.vocab_size]
+        if targets is None:
+            return logits
+        loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1, reduction=reduction)
+        return loss if reduction == "mean" else loss.view_as(targets)
+
+    @torch.no_grad()
+    def generate(self, tokens, max_new_tokens, temperature=1.0, top_k=None, generator=None):
+        """Append max_new_tokens sampled tokens to tokens (B, T), T >= 1; returns (B, T + max_new_tokens) int64.
+
+        temperature 0 takes the likeliest token; top_k keeps only the k likeliest. Past seq_len tokens the model
+        sees the last seq_len, which are then read anew for every token, since GPT-2's positions are absolute.
+        """
+        cache = None
+        for _ in range(max_new_tokens):
+            if cache is None or tokens.size(1) > self.config.seq_len:
+                cache = [PastKeysValues(self.config.seq_len) for _ in self.transformer.h]
+                new = tokens[:, -self.config.seq_len :]
+            else:
+                new = tokens[:, -1:]
+            logits = self(new, cache=cache)[:, -1].float()  # (B, V)
+            if temperature == 0:
+                choice = logits.argmax(dim=-1, keepdim=True)
+            else:
+                if top_k:
+                    kept = logits.topk(min(top_k, logits.size(-1))).values
+                    logits = logits.masked_fill(logits < kept[:, -1:], float("-inf"))
+                choice = torch.multinomial(F.softmax(logits / temperature, dim=-1), 1, generator=generator)
+            tokens = torch.cat((tokens, choice), dim=1)
+        return tokens
+
+    # --------------------------------------------------------------------------------------------------------------
+    # Hugging Face: a folder (or a name on the hub) with config.json and model.safetensors
+
+    @classmethod
+    def from_pretrained(cls, name, flash=True, pad_vocab=True):
+        """The model in a Hugging Face folder, or by its name on the hub: gpt2, gpt2-medium, gpt2-large, gpt2-xl, ...
+
+        Raises OSError when it cannot be read or downloaded, ValueError when it is not a GPT-2.
+        """
+        from safetensors.torch import load_file
+
+        folder = Path(name)
+        if not folder.is_dir():
+            if folder.exists() or len(folder.parts) > 2 or str(name)[0] in "./~":
+                raise FileNotFoundError(f"{name} is not a folder with config.json and model.safetensors")
+            from huggingface_hub import hf_hub_download
+
+            folder = Path(hf_hub_download(str(name), "config.json")).parent
+            hf_hub_download(str(name), "model.safetensors")
+        sizes = json.loads((folder / "config.json").read_text())
+        if sizes.get("model_type") != "gpt2" or sizes.get("activation_function", "gelu_new") != "gelu_new":
+            raise ValueError(f"{name}: config.json does not describe a GPT-2")
+        config = GPTConfig(
+            seq_len=sizes["n_positions"],
+            vocab_size=sizes["vocab_size"],
+            n_layer=sizes["n_layer"],
+            n_head=sizes["n_head"],
+            n_embd=sizes["n_embd"],
+            flash=flash,
+            pad_vocab=pad_vocab,
+        )
+        model = cls(config)
+        model.load_hugging_face(load_file(folder / "model.safetensors"))
+        return model
+
+    def save_pretrained(self, folder):
+        """Write config.json and model.safetensors as `transformers` reads them. The folder must exist."""
+        from safetensors.torch import save_file
+
+        c = self.config
+        description = dict(
+            architectures=["GPT2LMHeadModel"],
+            model_type="gpt2",
+            activation_function="gelu_new",
+            layer_norm_epsilon=1e-5,
+            n_positions=c.seq_len,
+            vocab_size=c.vocab_size,
+            n_layer=c.n_layer,
+            n_head=c.n_head,
+            n_embd=c.n_embd,
+            embd_pdrop=0.0,
+            attn_pdrop=0.0,
+            resid_pdrop=0.0,
+            bos_token_id=c.vocab_size - 1,
+            eos_token_id=c.vocab_size - 1,
+            tie_word_embeddings=True,
+        )
+        (Path(folder) / "config.json").write_text(json.dumps(description, indent=2) + "\n")
+        save_file(self.to_hugging_face(), Path(folder) / "model.safetensors", metadata={"format": "pt"})
+
+    def to_hugging_face(self):
+        """The weights by Hugging Face's names, in its layout, on the CPU: no padding, the tied head not repeated."""
+        weights = {}
+        for name, parameter in self.named_parameters():
+            weight = parameter.detach()
+            if name.endswith("wte.weight"):
+                weight = weight[: self.config.vocab_size]
+            if name.endswith(TRANSPOSED):
+                weight = weight.t()
+            weights[name] = weight.contiguous().cpu()
+        return weights
+
+    @torch.no_grad()
+    def load_hugging_face(self, weights):
+        """Copy weights, a dict as to_hugging_face gives it, in; names may lack "transformer.". Raises ValueError if they do not fit."""
+        weights = {name.removeprefix("transformer."): weight for name, weight in weights.items()}
+        for name, parameter in self.named_parameters():
+            weight = weights.get(name.removeprefix("transformer."))
+            if weight is None:
+                raise ValueError(f"the weights lack {name}")
+            if name.endswith(TRANSPOSED):
+                weight = weight.t()
+            if name.endswith("wte.weight"):
+                parameter.zero_()
+                parameter = parameter[: self.config.vocab_size]
+            if weight.shape != parameter.shape:
+                raise ValueError(f"{name} is {tuple(weight.shape)} in the weights, {tuple(parameter.shape)} in the model")
+            parameter.copy_(weight)

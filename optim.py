@@ -1,0 +1,44 @@
+"""AdamW and its parameter groups; what the learning rate and the batch size are at each step."""
+
+import math
+
+import torch
+
+
+def make_optimizer(model, config):
+    """AdamW with weight decay on matrices and embeddings only, as in GPT-2 and GPT-3: biases and LayerNorms have none."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    groups = [
+        dict(params=[p for p in parameters if p.dim() >= 2], weight_decay=config.weight_decay),
+        dict(params=[p for p in parameters if p.dim() < 2], weight_decay=0.0),
+    ]
+    # fused: one kernel updates all parameters, instead of a handful of launches for each of their operations
+    return torch.optim.AdamW(
+        groups, lr=config.lr, betas=(config.beta1, config.beta2), eps=1e-8, fused=config.fused_adamw or None
+    )
+
+
+def learning_rate(step, config):
+    """The rate of step `step` (from 0): linear warm-up, then cosine to min_lr_ratio * lr at max_steps, or constant.
+
+    GPT-3 (Brown et al. 2020, appendix B): linear warm-up over 375M tokens, cosine decay to 10%.
+    """
+    if step < config.warmup_steps:
+        return config.lr * (step + 1) / config.warmup_steps
+    if config.lr_schedule == "constant":
+        return config.lr
+    progress = min(1.0, (step - config.warmup_steps) / max(1, config.max_steps - config.warmup_steps))
+    floor = config.min_lr_ratio * config.lr
+    return floor + 0.5 * (1 + math.cos(math.pi * progress)) * (config.lr - floor)
+
+
+def accumulation_steps(step, config, world_size):
+    """Micro-batches each rank adds up in step `step`, so that all of them make total_batch_size tokens.
+
+    With batch_warmup_steps the batch grows linearly from one micro-batch a rank to its full size over that many steps,
+    as GPT-3's did (Brown et al. 2020, appendix B: from 32k tokens over the first 4 to 12 billion).
+    """
+    full = config.total_batch_size // (config.micro_batch_size * config.seq_len * world_size)
+    if step >= config.batch_warmup_steps:
+        return full
+    return 1 + (full - 1) * step // config.batch_warmup_steps

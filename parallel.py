@@ -1,0 +1,79 @@
+"""Ranks and their devices: the process group, and DDP around the model."""
+
+import os
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from cli import UserError
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """One process's place among all: rank of world_size, and the device it drives."""
+
+    rank: int
+    world_size: int
+    device: torch.device
+
+    @property
+    def is_main(self):
+        return self.rank == 0
+
+    def sum(self, *values):
+        """Each number (or one-element tensor) added up over all ranks, in float64; returns a list of floats."""
+        if self.world_size == 1:
+            return [float(value) for value in values]
+        total = torch.tensor([float(value) for value in values], dtype=torch.float64, device=self.device)
+        dist.all_reduce(total)
+        return total.tolist()
+
+    def wait(self):
+        """Wait until every rank has come here."""
+        if self.world_size > 1:
+            dist.barrier()
+
+
+def start(device_type):
+    """Join torchrun's other processes, if it started this one, and take a device: "auto", "cuda", "cpu" or "mps".
+
+    Raises UserError when the device is not there, or there are more ranks than GPUs.
+    """
+    mps = torch.backends.mps.is_available()
+    if device_type == "auto":
+        device_type = "cuda" if torch.cuda.is_available() else "mps" if mps else "cpu"
+    if device_type == "cuda" and not torch.cuda.is_available():
+        raise UserError("--device cuda, but PyTorch sees no GPU: check nvidia-smi and the PyTorch build, or use --device cpu")
+    if device_type == "mps" and not mps:
+        raise UserError("--device mps, but PyTorch sees no Apple GPU: use --device cpu")
+    world_size = int(os.environ.get("WORLD_SIZE", 1))
+    rank = int(os.environ.get("RANK", 0))
+    local_rank = int(os.environ.get("LOCAL_RANK", 0))
+    device = torch.device(device_type)
+    if device_type == "cuda":
+        gpus = torch.cuda.device_count()
+        if local_rank >= gpus:
+            raise UserError(f"{local_rank + 1} ranks or more on this machine, but {gpus} GPUs: use --nproc_per_node={gpus}")
+        device = torch.device("cuda", local_rank)
+        torch.cuda.set_device(device)
+    if world_size > 1:
+        dist.init_process_group("nccl" if device_type == "cuda" else "gloo", device_id=device if device_type == "cuda" else None)
+    return Ranks(rank, world_size, device)
+
+
+def stop():
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def wrap_ddp(model, ranks):
+    """The model with its gradients averaged over ranks in backward (outside no_sync()). One rank: the model itself.
+
+    gradient_as_bucket_view: gradients live in the communication buckets, which saves a copy of them all.
+    """
+    if ranks.world_size == 1:
+        return model
+    device_ids = [ranks.device.index] if ranks.device.type == "cuda" else None
+    return DistributedDataParallel(model, device_ids=device_ids, gradient_as_bucket_view=True)

