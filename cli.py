@@ -28,8 +28,8 @@ def parse(config_type, default=None):
             raise
     text = re.sub(r"[─│╭╮╰╯]+", " ", complaint.getvalue())
     text = re.sub(r"For full helptext.*", "", text)
-    lines = [" ".join(line.split()) for line in text.splitlines()]
-    raise UserError("; ".join(dict.fromkeys(line for line in lines if line)) + "; see --help")
+    lines = [" ".join(line.split()) for line in text.splitlines() if line.strip()]
+    raise UserError(" ".join(lines[1:]) + "; see --help")  # without the box's title
 
 
 def run(main):

@@ -154,7 +154,7 @@ def resolve(config, ranks):
             heads = min((h for h in range(1, new.n_embd + 1) if new.n_embd % h == 0), key=lambda h: abs(h - new.n_head))
             raise UserError(f"--n_embd {new.n_embd} cannot be divided into {new.n_head} heads: try --n_head {heads}")
     elif new.n_layer or new.n_head or new.n_embd or new.model != "gpt2":
-        raise UserError("--init_from brings the model's sizes with it: leave out --model, --n_layer, --n_head and --n_embd")
+        raise UserError("--init_from brings the model's sizes with it: leave out --model, --n_layer, --n_head, --n_embd and --demo")
     for name in ("seq_len", "total_batch_size", "micro_batch_size", "max_steps", "val_steps"):
         if (value := getattr(new, name)) is not None and value < 1:
             raise UserError(f"--{name} {value}: it must be at least 1")

@@ -63,7 +63,7 @@ def read_documents(flags):
     except (OSError, ValueError) as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         where = f"--input {flags.input}" if flags.input else f"FineWeb-Edu {flags.subset} from the hub"
-        raise UserError(f"cannot read {where}: {reason}") from error
+        raise UserError(f"cannot read {where}: {reason}; local parquet files go in with --input") from error
 
 
 def tokenize(texts):

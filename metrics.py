@@ -57,18 +57,20 @@ def duration(seconds):
 
 def environment(device):
     """Versions, hardware and git commit, for whoever reads the run later."""
-    git = subprocess.run(
-        ["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True, check=False
-    ) if Path(__file__).with_name(".git").exists() else None
+    try:
+        git = subprocess.run(["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True)
+        commit = git.stdout.strip() or None  # none: not a checkout
+    except FileNotFoundError:
+        commit = None  # git is not installed
     gpu = device.type == "cuda"
     return dict(
         python=platform.python_version(),
         torch=torch.__version__,
         cuda=torch.version.cuda if gpu else None,
         cudnn=torch.backends.cudnn.version() if gpu else None,
-        device=torch.cuda.get_device_name(device) if gpu else platform.processor() or platform.machine(),
+        hardware=torch.cuda.get_device_name(device) if gpu else f"{platform.machine()} {device.type}",
         command=" ".join(sys.argv),
-        git_commit=git.stdout.strip() if git and git.returncode == 0 else None,
+        git_commit=commit,
     )
 
 
@@ -140,7 +142,7 @@ class RunLog:
         """One line: the page on wandb, or the command that shows an offline run in the terminal."""
         if self.wandb is None:
             return f"{self.folder}/metrics.jsonl"
-        if self.wandb.url:
+        if not self.wandb.offline:
             return self.wandb.url
         return f"wandb leet {Path(self.wandb.dir).parent}"
 

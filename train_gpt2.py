@@ -208,7 +208,7 @@ def print_plan(config, reasons, model, ranks, train_stream, val_stream, hellaswa
     off = [n for n in ("tf32", "compile", "flash", "pad_vocab", "fused_adamw") if not getattr(config, n)]
     (off if config.autocast == "off" else on).append(f"autocast {config.autocast}".removesuffix(" off"))
     total = config.max_steps * config.total_batch_size
-    say(f"device         {ranks.world_size} × {facts['device']}; {versions}")
+    say(f"device         {ranks.world_size} × {facts['hardware']}; {versions}")
     say(f"model          {sizes.n_layer} layers, {sizes.n_head} heads, {sizes.n_embd} wide; {model.num_params():,} parameters")
     say(f"init           {config.init_from}, seed {config.seed}")
     say(
