@@ -37,6 +37,6 @@ def load_model(name, **options):
     except (OSError, ValueError, KeyError, SafetensorError) as error:
         reason = str(error).strip().splitlines()[0]
         raise UserError(
-            f"cannot load {name} ({type(error).__name__}: {reason}); give a checkpoint, a Hugging Face folder, or gpt2, "
-            "gpt2-medium, gpt2-large or gpt2-xl"
+            f"cannot load {name} ({type(error).__name__}: {reason}); give a checkpoint, a Hugging Face folder, or "
+            "gpt2, gpt2-medium, gpt2-large or gpt2-xl"
         ) from error

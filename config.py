@@ -154,7 +154,9 @@ def resolve(config, ranks):
             heads = min((h for h in range(1, new.n_embd + 1) if new.n_embd % h == 0), key=lambda h: abs(h - new.n_head))
             raise UserError(f"--n_embd {new.n_embd} cannot be divided into {new.n_head} heads: try --n_head {heads}")
     elif new.n_layer or new.n_head or new.n_embd or new.model != "gpt2":
-        raise UserError("--init_from brings the model's sizes with it: leave out --model, --n_layer, --n_head, --n_embd and --demo")
+        raise UserError(
+            "--init_from brings the model's sizes with it: leave out --model, --n_layer, --n_head, --n_embd and --demo"
+        )
     for name in ("seq_len", "total_batch_size", "micro_batch_size", "max_steps", "val_steps"):
         if (value := getattr(new, name)) is not None and value < 1:
             raise UserError(f"--{name} {value}: it must be at least 1")
@@ -176,8 +178,9 @@ def resolve(config, ranks):
         below, above = multiples_around(new.total_batch_size, new.micro_batch_size * share)
         hint = f"--micro_batch_size {min(fits, key=lambda b: abs(b - new.micro_batch_size))} or " if fits else ""
         raise UserError(
-            f"--total_batch_size {new.total_batch_size} is not a multiple of micro_batch_size {new.micro_batch_size} × "
-            f"seq_len {new.seq_len} × {ranks.world_size} ranks: try {hint}--total_batch_size {below or above} or {above}"
+            f"--total_batch_size {new.total_batch_size} is not a multiple of micro_batch_size {new.micro_batch_size} "
+            f"× seq_len {new.seq_len} × {ranks.world_size} ranks: try {hint}--total_batch_size {below or above} or "
+            f"{above}"
         )
     if new.run_name is None:
         new.run_name = f"{'demo' if new.demo else new.model}-{time.strftime('%Y%m%d-%H%M%S')}"
@@ -228,8 +231,8 @@ def choose_micro_batch_size(config, ranks):
     if config.total_batch_size % share:
         below, above = multiples_around(config.total_batch_size, share)
         raise UserError(
-            f"--total_batch_size {config.total_batch_size} cannot be divided into sequences of {config.seq_len} tokens over "
-            f"{ranks.world_size} ranks: try {below or above} or {above}"
+            f"--total_batch_size {config.total_batch_size} cannot be divided into sequences of {config.seq_len} tokens "
+            f"over {ranks.world_size} ranks: try {below or above} or {above}"
         )
     if ranks.device.type == "cuda":
         free = torch.cuda.mem_get_info(ranks.device)[0]

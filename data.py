@@ -40,8 +40,8 @@ def open_shard(path):
         raise UserError(f"{path} is not a shard: {error}; delete it and make it again") from error
     if shard.dtype != np.uint16 or shard.ndim != 1 or shard.size == 0:
         raise UserError(
-            f"{path} is not a shard: {shard.dtype} of shape {shard.shape}, but it must be uint16, one-dimensional and not "
-            "empty; delete it and make it again"
+            f"{path} is not a shard: {shard.dtype} of shape {shard.shape}, but it must be uint16, one-dimensional and "
+            "not empty; delete it and make it again"
         )
     return shard
 
@@ -107,7 +107,7 @@ class TokenStream:
         return windows[w], offset - (int(ends[w - 1]) if w else 0)
 
     def _order_documents(self, epoch, window):
-        """Documents of a window in reading order: each one's shard, first token there, and the running total of tokens."""
+        """A window's documents in reading order: each one's shard, first token there, running total of tokens."""
         shard_of, start, length = [], [], []
         for shard in window:
             tokens = self.shards[shard]

@@ -39,7 +39,7 @@ def read_documents():
 
 
 def make_data(data_dir):
-    """Write the corpus into data_dir, unless it is there: one document in ten for validation, chosen by its name's hash."""
+    """Write the corpus into data_dir, unless it is there. A hash of its name picks a tenth of documents to validate."""
     paths = {"val": Path(data_dir) / "demo_val_000000.npy", "train": Path(data_dir) / "demo_train_000001.npy"}
     if all(path.exists() for path in paths.values()):
         return
@@ -48,7 +48,9 @@ def make_data(data_dir):
         digest = hashlib.sha256(name.encode()).digest()
         split["val" if digest[0] < 26 else "train"].append(text)
     if not split["val"] or not split["train"]:
-        raise UserError(f"no docstrings in {sysconfig.get_paths()['stdlib']}: this Python ships without its library's source")
+        raise UserError(
+            f"no docstrings in {sysconfig.get_paths()['stdlib']}: this Python ships without its library's source"
+        )
     Path(data_dir).mkdir(parents=True, exist_ok=True)
     for name, texts in split.items():
         tokens = tokenize(texts)

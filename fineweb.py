@@ -57,7 +57,9 @@ def read_documents(flags):
     try:
         dataset = load_dataset(**source, split="train", streaming=True)
         if dataset.column_names is not None and "text" not in dataset.column_names:
-            raise UserError(f"--input {flags.input}: there is no column named text, only {', '.join(dataset.column_names)}")
+            raise UserError(
+                f"--input {flags.input}: there is no column named text, only {', '.join(dataset.column_names)}"
+            )
         for batch in dataset.select_columns(["text"]).iter(batch_size=DOCUMENTS_PER_TASK):
             yield batch["text"]
     except (OSError, ValueError) as error:
@@ -88,7 +90,7 @@ def tokenize_in_parallel(batches, workers):
 
 
 def write_shards(pieces, out, shard_size):
-    """Write pieces (uint16 arrays) one after another as edufineweb_{val,train}_{index:06d}.npy; yields each piece's size.
+    """Write pieces (uint16 arrays) one after another as edufineweb_{val,train}_{index:06d}.npy; yields their sizes.
 
     Raises UserError when there is nothing left for a training shard.
     """
@@ -113,8 +115,8 @@ def write_shards(pieces, out, shard_size):
         yield size
     if index == 0 or (index == 1 and filled == 0):
         raise UserError(
-            f"only {index * shard_size + filled:,} tokens: the validation shard takes them all and leaves nothing to train "
-            f"on; use --shard_size {max(1, (index * shard_size + filled) // 10)} for a tenth of them each"
+            f"only {index * shard_size + filled:,} tokens: the validation shard takes them all and leaves nothing to "
+            f"train on; use --shard_size {max(1, (index * shard_size + filled) // 10)} for a tenth of them each"
         )
     if filled:
         write()

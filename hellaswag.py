@@ -39,14 +39,18 @@ def load_items(path=None):
     except (OSError, ValueError, KeyError, TypeError) as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         what = f"HellaSwag from {path}" if path else "HellaSwag from the hub"
-        raise UserError(f"cannot read {what} ({type(error).__name__}: {reason}); give its validation set as a .jsonl file") from error
+        raise UserError(
+            f"cannot read {what} ({type(error).__name__}: {reason}); give its validation set as a .jsonl file"
+        ) from error
     if not items or any(len(item["endings"]) != ENDINGS or not 0 <= item["label"] < ENDINGS for item in items):
-        raise UserError(f"HellaSwag from {path or 'the hub'}: every item must have {ENDINGS} endings and a label from 0 to 3")
+        raise UserError(
+            f"HellaSwag from {path or 'the hub'}: every item must have {ENDINGS} endings and a label from 0 to 3"
+        )
     return items
 
 
 def encode(items):
-    """Tokens of each item's context, and of its four endings, each with the space before it: [(context, [ending] * 4)]."""
+    """Each item's tokens: [(context, [four endings])], an ending with the space before it."""
     tokenizer = get_tokenizer()
     contexts = tokenizer.encode_ordinary_batch([item["ctx"] for item in items])
     endings = tokenizer.encode_ordinary_batch([" " + ending for item in items for ending in item["endings"]])
@@ -132,7 +136,9 @@ def main():
 
     acc, acc_norm = hellaswag.evaluate(losses_of, ranks, progress=ranks.is_main)
     if ranks.is_main:
-        print(f"HellaSwag, {len(hellaswag.labels):,} items: acc {acc:.4f} | acc_norm {acc_norm:.4f} (GPT-2 124M 0.2955)")
+        print(
+            f"HellaSwag, {len(hellaswag.labels):,} items: acc {acc:.4f} | acc_norm {acc_norm:.4f} (GPT-2 124M 0.2955)"
+        )
     parallel.stop()
 
 

@@ -98,7 +98,9 @@ class RunLog:
             facts = dict(vars(config), world_size=world_size, **environment(device))
             (self.folder / "config.json").write_text(json.dumps(facts, indent=2) + "\n")
         except OSError as error:
-            raise UserError(f"cannot write the run's folder {self.folder}: {error.strerror}; choose another --log_dir") from error
+            raise UserError(
+                f"cannot write the run's folder {self.folder}: {error.strerror}; choose another --log_dir"
+            ) from error
         self.wandb = None
         self._start_wandb(facts)
 
@@ -172,7 +174,9 @@ class RunLog:
         """Log an evaluation: `value` into log.txt under "val" or "hella", `values` by their names elsewhere."""
         self.log_txt.write(f"{step} {stream} {value:.4f}\n")
         self._record(step, tokens, values)
-        page = {f"eval/{name}": v for name, v in values.items()} | {f"by_tokens/{name}": v for name, v in values.items()}
+        page = {f"eval/{name}": v for name, v in values.items()} | {
+            f"by_tokens/{name}": v for name, v in values.items()
+        }
         self._to_wandb(step, page | dict(tokens=tokens))
 
     def samples(self, step, tokens, texts):

@@ -34,7 +34,7 @@ class GPTConfig:
 
 
 def causal_attention(q, k, v, causal):
-    """Attention written out: softmax(q kᵀ / √D) v, with the (T, S) matrix in memory. q (B, H, T, D), k and v (B, H, S, D)."""
+    """softmax(q kᵀ / √D) v with the (T, S) matrix in memory. q (B, H, T, D), k and v (B, H, S, D)."""
     scores = (q @ k.transpose(-2, -1)) / math.sqrt(q.size(-1))  # (B, H, T, S)
     if causal:
         future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
@@ -114,31 +114,36 @@ class GPT(nn.Module):
     def __init__(self, config):
         super().__init__()
         if config.n_embd % config.n_head:
-            raise ValueError(f"n_embd {config.n_embd} cannot be divided into n_head {config.n_head} heads of equal width")
-        self.config = config
-        self.transformer = nn.ModuleDict(
-            dict(
-                wte=nn.Embedding(config.table_rows, config.n_embd),
-                wpe=nn.Embedding(config.seq_len, config.n_embd),
-                h=nn.ModuleList(Block(config) for _ in range(config.n_layer)),
-                ln_f=nn.LayerNorm(config.n_embd),
+            raise ValueError(
+                f"n_embd {config.n_embd} cannot be divided into n_head {config.n_head} heads of equal width"
             )
-        )
+        self.config = config
+        with torch.device("meta"):  # shapes only: init_weights draws each weight, once
+            self.transformer = nn.ModuleDict(
+                dict(
+                    wte=nn.Embedding(config.table_rows, config.n_embd),
+                    wpe=nn.Embedding(config.seq_len, config.n_embd),
+                    h=nn.ModuleList(Block(config) for _ in range(config.n_layer)),
+                    ln_f=nn.LayerNorm(config.n_embd),
+                )
+            )
+        self.to_empty(device=torch.get_default_device())
         self.init_weights()
 
     @torch.no_grad()
     def init_weights(self):
-        """N(0, 0.02), biases 0; the projections back into the residual stream 0.02/√(2L), since 2L of them add up there."""
+        """N(0, 0.02), biases 0; projections into the residual stream, where 2L of them add up, N(0, 0.02/√(2L))."""
         for name, parameter in self.named_parameters():
-            if name.endswith("c_proj.weight"):
+            if name.endswith("bias"):
+                nn.init.zeros_(parameter)
+            elif parameter.dim() == 1:  # LayerNorm
+                nn.init.ones_(parameter)
+            elif name.endswith("c_proj.weight"):
                 nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * self.config.n_layer))
-            elif name.endswith("wte.weight"):  # padding stays 0, and the same seed gives the same weights without it
-                nn.init.zeros_(parameter)
-                nn.init.normal_(parameter[: self.config.vocab_size], std=0.02)
-            elif parameter.dim() == 2:
-                nn.init.normal_(parameter, std=0.02)
-            elif name.endswith("bias"):
-                nn.init.zeros_(parameter)
+            else:  # rows of padding are 0, and the others what they are without padding
+                rows = self.config.vocab_size if name.endswith("wte.weight") else len(parameter)
+                nn.init.normal_(parameter[:rows], std=0.02)
+                nn.init.zeros_(parameter[rows:])
 
     def num_params(self):
         """Trainable numbers, the embedding that is also the head counted once, its padding not at all."""
@@ -271,7 +276,10 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def load_hugging_face(self, weights):
-        """Copy weights, a dict as to_hugging_face gives it, in; names may lack "transformer.". Raises ValueError if they do not fit."""
+        """Copy in weights, a dict as to_hugging_face gives it; names may lack "transformer.".
+
+        Raises ValueError when one is missing or has another shape.
+        """
         weights = {name.removeprefix("transformer."): weight for name, weight in weights.items()}
         for name, parameter in self.named_parameters():
             weight = weights.get(name.removeprefix("transformer."))
@@ -283,5 +291,7 @@ class GPT(nn.Module):
                 parameter.zero_()
                 parameter = parameter[: self.config.vocab_size]
             if weight.shape != parameter.shape:
-                raise ValueError(f"{name} is {tuple(weight.shape)} in the weights, {tuple(parameter.shape)} in the model")
+                raise ValueError(
+                    f"{name} is {tuple(weight.shape)} in the weights, {tuple(parameter.shape)} in the model"
+                )
             parameter.copy_(weight)

@@ -6,7 +6,7 @@ import torch
 
 
 def make_optimizer(model, config):
-    """AdamW with weight decay on matrices and embeddings only, as in GPT-2 and GPT-3: biases and LayerNorms have none."""
+    """AdamW with weight decay on matrices and embeddings; biases and LayerNorms have none."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     groups = [
         dict(params=[p for p in parameters if p.dim() >= 2], weight_decay=config.weight_decay),

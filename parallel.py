@@ -45,7 +45,9 @@ def start(device_type):
     if device_type == "auto":
         device_type = "cuda" if torch.cuda.is_available() else "mps" if mps else "cpu"
     if device_type == "cuda" and not torch.cuda.is_available():
-        raise UserError("--device cuda, but PyTorch sees no GPU: check nvidia-smi and the PyTorch build, or use --device cpu")
+        raise UserError(
+            "--device cuda, but PyTorch sees no GPU: check nvidia-smi and the PyTorch build, or use --device cpu"
+        )
     if device_type == "mps" and not mps:
         raise UserError("--device mps, but PyTorch sees no Apple GPU: use --device cpu")
     world_size = int(os.environ.get("WORLD_SIZE", 1))
@@ -55,11 +57,15 @@ def start(device_type):
     if device_type == "cuda":
         gpus = torch.cuda.device_count()
         if local_rank >= gpus:
-            raise UserError(f"{local_rank + 1} ranks or more on this machine, but {gpus} GPUs: use --nproc_per_node={gpus}")
+            raise UserError(
+                f"{local_rank + 1} ranks or more on this machine, but {gpus} GPUs: use --nproc_per_node={gpus}"
+            )
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
     if world_size > 1:
-        dist.init_process_group("nccl" if device_type == "cuda" else "gloo", device_id=device if device_type == "cuda" else None)
+        dist.init_process_group(
+            "nccl" if device_type == "cuda" else "gloo", device_id=device if device_type == "cuda" else None
+        )
     return Ranks(rank, world_size, device)
 
 

@@ -1,6 +1,6 @@
 """Text out of a checkpoint.
 
-    python sample.py CHECKPOINT --prompt "Hello, I'm a language model,"     # or a Hugging Face folder, or gpt2
+python sample.py CHECKPOINT --prompt "Hello, I'm a language model,"     # or a Hugging Face folder, or gpt2
 """
 
 from dataclasses import dataclass

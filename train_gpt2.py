@@ -101,28 +101,25 @@ def main():
     for step in range(config.max_steps + 1):
         last = step == config.max_steps
 
-        def due(every):
-            return every > 0 and (step % every == 0 or last)
-
-        if due(config.val_every):
+        if due(step, config.max_steps, config.val_every):
             val_loss = validation_loss(losses_of, val_stream, config, ranks)
             val_losses.append(val_loss)
             say(f"step {step:5d}/{config.max_steps} | validation loss {val_loss:.4f}")
             if log:
                 log.evaluation(step, tokens, "val", val_loss, val_loss=val_loss)
 
-        if hellaswag and due(config.hellaswag_every):
+        if hellaswag and due(step, config.max_steps, config.hellaswag_every):
             acc, acc_norm = hellaswag.evaluate(losses_of, ranks)
-            say(f"step {step:5d}/{config.max_steps} | HellaSwag acc {acc:.4f} | acc_norm {acc_norm:.4f} (GPT-2 124M 0.2955)")
+            say(f"step {step:5d}/{config.max_steps} | HellaSwag acc {acc:.4f} | acc_norm {acc_norm:.4f}")
             if log:
                 log.evaluation(step, tokens, "hella", acc_norm, hellaswag_acc=acc, hellaswag_acc_norm=acc_norm)
 
-        if log and step > 0 and due(config.sample_every):
+        if log and step > 0 and due(step, config.max_steps, config.sample_every):
             with autocast:
                 texts = sample(model, PROMPT, count=4, max_new_tokens=24, seed=config.seed)
             log.samples(step, tokens, texts)
 
-        if log and step > 0 and due(config.checkpoint_every):
+        if log and step > 0 and due(step, config.max_steps, config.checkpoint_every):
             where = checkpoint.save(
                 log.folder / f"checkpoint_{step:06d}",
                 model,
@@ -145,7 +142,9 @@ def main():
             alone = ranks.world_size > 1 and micro_step < micro_steps - 1
             with train_forward.no_sync() if alone else contextlib.nullcontext():
                 with autocast:
-                    loss = train_forward(x, y) / micro_steps  # the mean over the batch is the mean of equal parts' means
+                    loss = (
+                        train_forward(x, y) / micro_steps
+                    )  # the mean over the batch is the mean of equal parts' means
                 scaler.scale(loss).backward()
             loss_sum += loss.detach()
         scaler.unscale_(optimizer)
@@ -170,13 +169,20 @@ def main():
     # Goodbye
 
     if len(val_losses) > 1:
-        say(f"validation loss: {val_losses[0]:.4f} -> {val_losses[-1]:.4f} in {config.max_steps} steps, {tokens:,} tokens")
+        say(f"validation loss {val_losses[0]:.4f} -> {val_losses[-1]:.4f} in {step} steps, {tokens:,} tokens")
     if log:
         log.close()
         say(f"log: {log.folder}/ (log.txt, metrics.jsonl, config.json), wandb: {log.where_to_watch()}")
     if config.demo:
-        say("Next: make real data with `python fineweb.py`, then run `python train_gpt2.py`; flags: `python train_gpt2.py --help`")
+        say(
+            "Next: `python fineweb.py` makes real data, then `python train_gpt2.py` trains GPT-2 124M on it; "
+            "`python train_gpt2.py --help` lists the flags"
+        )
     parallel.stop()
+
+
+def due(step, last, every):
+    return every > 0 and (step % every == 0 or step == last)
 
 
 @torch.no_grad()
@@ -209,11 +215,14 @@ def print_plan(config, reasons, model, ranks, train_stream, val_stream, hellaswa
     (off if config.autocast == "off" else on).append(f"autocast {config.autocast}".removesuffix(" off"))
     total = config.max_steps * config.total_batch_size
     say(f"device         {ranks.world_size} × {facts['hardware']}; {versions}")
-    say(f"model          {sizes.n_layer} layers, {sizes.n_head} heads, {sizes.n_embd} wide; {model.num_params():,} parameters")
+    say(
+        f"model          {sizes.n_layer} layers, {sizes.n_head} heads, {sizes.n_embd} wide; "
+        f"{model.num_params():,} parameters"
+    )
     say(f"init           {config.init_from}, seed {config.seed}")
     say(
-        f"batch          {config.total_batch_size:,} tokens = {config.micro_batch_size} sequences × {config.seq_len} tokens × "
-        f"{accumulation} accumulated × {ranks.world_size} ranks"
+        f"batch          {config.total_batch_size:,} tokens = {config.micro_batch_size} sequences × {config.seq_len} "
+        f"tokens × {accumulation} accumulated × {ranks.world_size} ranks"
         + (f", reached after {config.batch_warmup_steps} steps" if config.batch_warmup_steps else "")
     )
     say(f"training       {config.max_steps:,} steps, {total:,} tokens, {total / train_stream.total:.2f} epochs")
@@ -223,7 +232,11 @@ def print_plan(config, reasons, model, ranks, train_stream, val_stream, hellaswa
         f"{len(val_stream.shards)} val, {val_stream.total:,} tokens"
     )
     say(f"HellaSwag      {f'{len(hellaswag.labels):,} items' if hellaswag else 'off'}")
-    peak = f"{log.peak_flops / 1e12 / ranks.world_size:g} TFLOP/s a device" if log.peak_flops else "unknown: give --peak_tflops"
+    peak = (
+        f"{log.peak_flops / 1e12 / ranks.world_size:g} TFLOP/s a device"
+        if log.peak_flops
+        else "unknown: give --peak_tflops"
+    )
     say(f"MFU            of a peak of {peak}")
     say(f"log            {log.folder}/")
     say(f"watch          {log.where_to_watch()}")

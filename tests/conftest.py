@@ -1,0 +1,105 @@
+"""Small real work for the tests: a corpus of a few documents in shards, and the training run as a child process."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from data import write_shard
+from tokenizer import END_OF_TEXT
+
+ROOT = Path(__file__).parent.parent
+TINY = (
+    "--n_layer 2 --n_head 2 --n_embd 32 --seq_len 32 --total_batch_size 256 --micro_batch_size 4 --max_steps 3 "
+    "--warmup_steps 2 --lr 1e-3 --device cpu --no_compile --autocast off --wandb disabled --val_every 0 "
+    "--hellaswag_every 0 --sample_every 0 --checkpoint_every 0"
+).split()
+
+
+@pytest.fixture(autouse=True)
+def seed():
+    torch.manual_seed(0)
+
+
+def make_documents(count, rng, longest=60):
+    """Documents of random tokens, each opening with <|endoftext|>."""
+    return [np.append(END_OF_TEXT, rng.integers(0, 50256, rng.integers(1, longest))) for _ in range(count)]
+
+
+def write_corpus(folder, sizes=(400, 2000, 1500, 700), seed=0):
+    """Shards of the given sizes in tokens, 0 for validation, whose documents run on from one to the next."""
+    rng = np.random.default_rng(seed)
+    tokens = np.concatenate(make_documents(sum(sizes) // 10, rng)).astype(np.uint16)
+    start = 0
+    for index, size in enumerate(sizes):
+        split = "train" if index else "val"
+        write_shard(folder / f"edufineweb_{split}_{index:06d}.npy", tokens[start : start + size])
+        start += size
+    return tokens
+
+
+@pytest.fixture
+def corpus(tmp_path):
+    folder = tmp_path / "corpus"
+    folder.mkdir()
+    write_corpus(folder)
+    return folder
+
+
+@pytest.fixture
+def command(tmp_path):
+    """Run one of the project's commands in an empty folder; returns the finished process."""
+
+    def call(script, *args, ranks=1, timeout=240):
+        launch = [sys.executable]
+        if ranks > 1:
+            launch += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
+        offline = dict(os.environ, HF_HUB_OFFLINE="1", OMP_NUM_THREADS="1")
+        return subprocess.run(
+            [*launch, str(ROOT / script), *map(str, args)],
+            cwd=tmp_path,
+            env=offline,
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+        )
+
+    return call
+
+
+@pytest.fixture
+def train(command, corpus, tmp_path):
+    """Train a tiny GPT-2 on the corpus; returns its run folder, in which output.txt is what it printed."""
+
+    def call(name, *args, **kwargs):
+        done = command("train_gpt2.py", *TINY, "--data_dir", corpus, "--run_name", name, *args, **kwargs)
+        assert done.returncode == 0, done.stdout + done.stderr
+        (tmp_path / "log" / name / "output.txt").write_text(done.stdout + done.stderr)
+        return tmp_path / "log" / name
+
+    return call
+
+
+def logged(run, stream="train"):
+    """The values of a stream in a run's log.txt."""
+    rows = [line.split() for line in (run / "log.txt").read_text().splitlines()]
+    return [float(value) for _, name, value in rows if name == stream]
+
+
+def metrics(run):
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def expect_error(done, *words):
+    """The process ended with exit code 1 and one line that says so."""
+    assert done.returncode == 1, done.stdout + done.stderr
+    lines = [line for line in done.stderr.splitlines() if line.strip()]
+    assert lines and lines[-1].startswith("error: "), done.stderr
+    assert "Traceback" not in done.stderr
+    for word in words:
+        assert word in lines[-1], lines[-1]

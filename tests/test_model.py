@@ -1,0 +1,201 @@
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from model import GPT, GPTConfig
+
+SIZES = dict(seq_len=24, vocab_size=301, n_layer=3, n_head=4, n_embd=32)
+
+
+def tiny(**options):
+    torch.manual_seed(1)
+    return GPT(GPTConfig(**SIZES, **options))
+
+
+def batch(B=3, T=24):
+    tokens = torch.randint(SIZES["vocab_size"], (B, T + 1))
+    return tokens[:, :-1], tokens[:, 1:].clone()
+
+
+def loss_and_gradients(model, x, y, forward=None):
+    model.zero_grad()
+    loss = (model if forward is None else forward)(x, y)
+    loss.backward()
+    V = model.config.vocab_size
+    return loss.item(), {n: p.grad[:V] if n.endswith("wte.weight") else p.grad for n, p in model.named_parameters()}
+
+
+def assert_same(one, other, rtol=1e-5, atol=1e-6):
+    assert one[0] == pytest.approx(other[0], rel=rtol)
+    for name in one[1]:
+        torch.testing.assert_close(one[1][name], other[1][name], rtol=rtol, atol=atol, msg=name)
+
+
+def hugging_face_model():
+    sizes = dict(n_positions=24, vocab_size=301, n_layer=3, n_head=4, n_embd=32, bos_token_id=300, eos_token_id=300)
+    model = GPT2LMHeadModel(GPT2Config(**sizes))
+    with torch.no_grad():
+        for parameter in model.parameters():  # biases too: at 0 they would hide a swap
+            parameter.normal_(std=0.1)
+    return model.eval()
+
+
+@pytest.mark.parametrize("flash", [True, False])
+@pytest.mark.parametrize("pad_vocab", [True, False])
+def test_from_hugging_face(tmp_path, flash, pad_vocab):
+    theirs = hugging_face_model()
+    theirs.save_pretrained(tmp_path)
+    ours = GPT.from_pretrained(tmp_path, flash=flash, pad_vocab=pad_vocab)
+    x, y = batch()
+    expected = theirs(x, labels=x)
+    torch.testing.assert_close(ours(x), expected.logits, rtol=1e-4, atol=1e-4)
+    assert ours(x[:, :-1], x[:, 1:]).item() == pytest.approx(expected.loss.item(), rel=1e-5)
+
+
+@pytest.mark.parametrize("pad_vocab", [True, False])
+def test_to_hugging_face(tmp_path, pad_vocab):
+    ours = tiny(pad_vocab=pad_vocab)
+    ours.save_pretrained(tmp_path)
+    theirs = GPT2LMHeadModel.from_pretrained(tmp_path).eval()
+    x, _ = batch()
+    torch.testing.assert_close(theirs(x).logits, ours(x), rtol=1e-4, atol=1e-5)
+
+
+def test_saved_weights_come_back_bit_for_bit(tmp_path):
+    model = tiny(pad_vocab=True)
+    model.save_pretrained(tmp_path)
+    for pad_vocab in (True, False):
+        again = GPT.from_pretrained(tmp_path, pad_vocab=pad_vocab)
+        for name, weight in model.to_hugging_face().items():
+            assert torch.equal(again.to_hugging_face()[name], weight), name
+
+
+def test_flash_is_the_written_out_attention():
+    x, y = batch()
+    assert_same(loss_and_gradients(tiny(flash=True), x, y), loss_and_gradients(tiny(flash=False), x, y))
+
+
+def test_padding_the_vocabulary_changes_nothing():
+    padded, plain = tiny(pad_vocab=True), tiny(pad_vocab=False)
+    assert padded.transformer.wte.weight.shape[0] == 384 and plain.transformer.wte.weight.shape[0] == 301
+    assert padded.num_params() == plain.num_params()
+    x, y = batch()
+    assert padded(x).shape == plain(x).shape == (3, 24, 301)
+    assert_same(loss_and_gradients(padded, x, y), loss_and_gradients(plain, x, y))
+    assert padded.transformer.wte.weight.grad[301:].abs().max() == 0  # padding is never trained
+
+
+def test_compile_changes_nothing():
+    x, y = batch()
+    model = tiny()
+    compiled = torch.compile(model, dynamic=False)
+    assert_same(loss_and_gradients(model, x, y), loss_and_gradients(model, x, y, compiled), atol=1e-5)
+    with torch.no_grad():
+        expected = model(x, y, reduction="none")
+        torch.testing.assert_close(compiled(x, y, reduction="none"), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype, tolerance", [(torch.bfloat16, 0.01), (torch.float16, 0.002)])
+def test_autocast_stays_close(dtype, tolerance):
+    x, y = batch()
+    model = tiny()
+    with torch.autocast("cpu", dtype):
+        loss = model(x, y).item()
+    assert loss == pytest.approx(model(x, y).item(), rel=tolerance)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="tf32 is for NVIDIA GPUs")
+def test_tf32_stays_close():
+    x, y = (tensor.cuda() for tensor in batch())
+    model = tiny().cuda()
+    losses = []
+    for precision in ("highest", "high"):
+        torch.set_float32_matmul_precision(precision)
+        losses.append(model(x, y).item())
+    torch.set_float32_matmul_precision("highest")
+    assert losses[0] == pytest.approx(losses[1], rel=1e-3)
+
+
+def test_loss_of_chosen_targets():
+    x, y = batch()
+    model = tiny()
+    y[:, :10] = -1
+    losses = model(x, y, reduction="none")
+    expected = F.cross_entropy(model(x).transpose(1, 2), y.clamp(min=0), reduction="none")
+    assert losses.shape == y.shape and losses[:, :10].abs().max() == 0
+    torch.testing.assert_close(losses[:, 10:], expected[:, 10:])
+    assert model(x, y).item() == pytest.approx(expected[:, 10:].mean().item(), rel=1e-5)
+
+
+def test_no_token_sees_the_future():
+    x, _ = batch()
+    model = tiny()
+    changed = x.clone()
+    changed[:, 12] = (changed[:, 12] + 1) % 301
+    torch.testing.assert_close(model(x)[:, :12], model(changed)[:, :12])
+    assert (model(x)[:, 12:] - model(changed)[:, 12:]).abs().amax(dim=-1).min() > 0
+
+
+def test_gpt2_has_its_parameters_and_its_initialization():
+    with torch.device("meta"):
+        assert GPT(GPTConfig()).num_params() == 124_439_808
+        assert GPT(GPTConfig(n_layer=48, n_head=25, n_embd=1600)).num_params() == 1_557_611_200
+    model = GPT(GPTConfig(seq_len=512, vocab_size=2000, n_layer=8, n_head=4, n_embd=128))
+    block = model.transformer.h[0]
+    assert block.mlp.c_fc.weight.std().item() == pytest.approx(0.02, rel=0.05)
+    assert block.mlp.c_proj.weight.std().item() == pytest.approx(0.02 / math.sqrt(16), rel=0.05)
+    assert model.transformer.wte.weight[:2000].std().item() == pytest.approx(0.02, rel=0.05)
+    assert block.attn.c_attn.bias.abs().max() == 0 and (block.ln_1.weight == 1).all()
+    assert model(torch.randint(2000, (4, 64)), torch.randint(2000, (4, 64))).item() == pytest.approx(
+        math.log(2000), abs=0.1
+    )
+
+
+def greedy_without_cache(model, tokens, count):
+    for _ in range(count):
+        logits = model(tokens[:, -model.config.seq_len :])[:, -1]
+        tokens = torch.cat((tokens, logits.argmax(-1, keepdim=True)), dim=1)
+    return tokens
+
+
+@pytest.mark.parametrize("flash", [True, False])
+def test_cached_generation_is_the_plain_loop(flash):
+    model = tiny(flash=flash)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.2)  # larger weights: the likeliest token changes as text goes on
+    model.transformer.wte.weight.data[301:] = 9  # and no padding is ever sampled, whatever stands in it
+    prompt = torch.randint(301, (2, 5))
+    expected = greedy_without_cache(model, prompt, 30)  # past seq_len = 24
+    assert torch.equal(model.generate(prompt, 30, temperature=0), expected)
+    assert len(expected[0, 5:].unique()) > 3
+
+
+def test_sampling_follows_its_settings():
+    model = tiny()
+    prompt = torch.randint(301, (64, 3))
+
+    def draw(**settings):
+        return model.generate(prompt, 4, generator=torch.Generator().manual_seed(7), **settings)
+
+    assert torch.equal(draw(top_k=5), draw(top_k=5))
+    assert torch.equal(draw(top_k=1), draw(temperature=0))
+    assert not torch.equal(draw(), draw(top_k=5))
+    likely = model(prompt)[:, -1].topk(5).indices
+    assert (draw(top_k=5)[:, 3:4] == likely).any(dim=1).all()
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: GPT(GPTConfig(n_embd=30, n_head=4)),
+        lambda: tiny()(torch.zeros(1, 25, dtype=torch.long)),
+        lambda: tiny().load_hugging_face({}),
+        lambda: tiny().load_hugging_face(GPT(GPTConfig(**{**SIZES, "n_embd": 16})).to_hugging_face()),
+    ],
+)
+def test_what_does_not_fit_is_refused(make):
+    with pytest.raises(ValueError):
+        make()
