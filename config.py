@@ -137,9 +137,10 @@ DEMO = Config(
 )
 
 
-def resolve(config, ranks):
+def resolve(config, ranks, pretrained=None):
     """Fill in what follows from the other flags and the device, and check that it all fits together.
 
+    pretrained is the GPTConfig of the model that --init_from loaded, if it did.
     Returns the complete Config and a list of lines that say what was chosen or changed, and why.
     Raises UserError, with what to do, for flags that contradict each other.
     """
@@ -153,10 +154,17 @@ def resolve(config, ranks):
         if new.n_embd % new.n_head:
             heads = min((h for h in range(1, new.n_embd + 1) if new.n_embd % h == 0), key=lambda h: abs(h - new.n_head))
             raise UserError(f"--n_embd {new.n_embd} cannot be divided into {new.n_head} heads: try --n_head {heads}")
-    elif new.n_layer or new.n_head or new.n_embd or new.model != "gpt2":
-        raise UserError(
-            "--init_from brings the model's sizes with it: leave out --model, --n_layer, --n_head, --n_embd and --demo"
-        )
+    else:
+        if new.n_layer or new.n_head or new.n_embd or new.model != "gpt2":
+            raise UserError(
+                "--init_from brings the model's sizes with it: leave out --model, --n_layer, --n_head, --n_embd, --demo"
+            )
+        new.n_layer, new.n_head, new.n_embd = pretrained.n_layer, pretrained.n_head, pretrained.n_embd
+        if new.seq_len > pretrained.seq_len:
+            raise UserError(
+                f"--seq_len {new.seq_len}, but {new.init_from} knows {pretrained.seq_len} positions: "
+                f"use --seq_len {pretrained.seq_len}"
+            )
     for name in ("seq_len", "total_batch_size", "micro_batch_size", "max_steps", "val_steps"):
         if (value := getattr(new, name)) is not None and value < 1:
             raise UserError(f"--{name} {value}: it must be at least 1")
@@ -236,11 +244,12 @@ def choose_micro_batch_size(config, ranks):
         )
     if ranks.device.type == "cuda":
         free = torch.cuda.mem_get_info(ranks.device)[0]
-        room = 0.85 * free - 18 * params_estimate(config)  # fp32 weights, gradients, two moments; a bf16 copy
+        room = 0.85 * free - 18 * count_params(config)  # fp32 weights, gradients, two moments; a 16-bit copy
         limit = room / (config.seq_len * bytes_per_token(config))
         where = f"fits the {free / 2**30:.0f} GB that are free"
     else:
-        limit = 128 / config.seq_len  # logits of 128 tokens, 25 MB, stay in the cache or near it
+        # a CPU: logits of 128 tokens, 25 MB, stay in the cache or near it
+        limit = (128 if ranks.device.type == "cpu" else 1024) / config.seq_len
         where = f"suits a {ranks.device.type}"
     size = 1
     while size * 2 <= min(limit, 64) and config.total_batch_size % (size * 2 * share) == 0:
@@ -248,16 +257,23 @@ def choose_micro_batch_size(config, ranks):
     return size, f"micro_batch_size is {size}: {where}"
 
 
-def params_estimate(config):
-    n_layer, n_embd = config.n_layer or 12, config.n_embd or 768
-    return 12 * n_layer * n_embd**2 + (VOCAB_SIZE + config.seq_len) * n_embd
+def count_params(config):
+    return 12 * config.n_layer * config.n_embd**2 + (VOCAB_SIZE + config.seq_len) * config.n_embd
+
+
+# Bytes of forward and backward a token: (in each layer, per unit of width), (in the head, per vocabulary entry), (for
+# attention written out, per score in each layer), fitted to peaks measured for GPT-2 124M on an H200 with PyTorch 2.11
+PEAK_BYTES = {
+    # (compile, 16 bits)
+    (True, True): (26, 4, 4),
+    (True, False): (44, 8, 4),
+    (False, True): (45, 9, 6),
+    (False, False): (64, 12, 4),
+}
 
 
 def bytes_per_token(config):
-    """Peak memory of forward and backward for each token of a micro-batch, fitted to measured peaks."""
-    n_layer, n_embd, n_head = config.n_layer or 12, config.n_embd or 768, config.n_head or 12
-    width = 4 if config.autocast == "off" else 2
-    layer = n_embd * (17 * width if config.compile else 40 * width)
-    scores = 0 if config.flash else n_head * config.seq_len * (3 * width if config.compile else 4 * width + 4)
-    head = VOCAB_SIZE * (width + (4 if config.compile else 8))
-    return n_layer * (layer + scores) + head
+    """Peak memory of forward and backward for each token of a micro-batch."""
+    layer, head, score = PEAK_BYTES[config.compile, config.autocast != "off"]
+    scores = 0 if config.flash else config.n_head * config.seq_len * score
+    return config.n_layer * (config.n_embd * layer + scores) + VOCAB_SIZE * head

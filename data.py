@@ -4,8 +4,8 @@ A shard is a one-dimensional uint16 .npy; every document in it is <|endoftext|> 
 run on from one shard to the next. This is build-nanogpt's layout.
 """
 
-import queue
-import threading
+import collections
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -141,7 +141,10 @@ class Loader:
         self.rank = rank
         self.world_size = world_size
         self.position = 0  # tokens of the stream that all ranks together have been given
-        self._queue = None
+        # pinned memory belongs to the thread's GPU, which must be this rank's and not GPU 0
+        on_gpu = dict(initializer=torch.cuda.set_device, initargs=(device,)) if self.device.type == "cuda" else {}
+        self._reader = ThreadPoolExecutor(1, **on_gpu)
+        self._ahead = collections.deque()
 
     def state(self):
         """Where the loader stands, as a plain dictionary; the same on every rank."""
@@ -160,25 +163,15 @@ class Loader:
 
     def next_batch(self):
         """The next inputs and targets, each (B, T) int64 on the device."""
-        if self._queue is None:
-            self._queue = queue.Queue(self.AHEAD)
-            threading.Thread(target=self._read_ahead, args=(self.position,), daemon=True).start()
-        tokens = self._queue.get()
-        if isinstance(tokens, Exception):
-            raise tokens
-        self.position += self.world_size * self.shape[0] * self.shape[1]
+        size = self.shape[0] * self.shape[1]
+        while len(self._ahead) < self.AHEAD:
+            start = self.position + (len(self._ahead) * self.world_size + self.rank) * size
+            self._ahead.append(self._reader.submit(self._read, start, size + 1))
         # uint16 crosses to the GPU, a quarter of int64's bytes, from pinned memory and so without waiting for it
-        tokens = tokens.to(self.device, non_blocking=True)
+        tokens = self._ahead.popleft().result().to(self.device, non_blocking=True)
+        self.position += self.world_size * size
         return tokens[:-1].long().view(self.shape), tokens[1:].long().view(self.shape)
 
-    def _read_ahead(self, position):
-        try:
-            if self.device.type == "cuda":
-                torch.cuda.set_device(self.device)  # pinned memory belongs to this rank's GPU, not to GPU 0
-            size = self.shape[0] * self.shape[1]
-            while True:
-                tokens = torch.from_numpy(self.stream.read(position + self.rank * size, size + 1))
-                self._queue.put(tokens.pin_memory() if self.device.type == "cuda" else tokens)
-                position += self.world_size * size
-        except Exception as error:  # handed to the thread that trains, which raises it
-            self._queue.put(error)
+    def _read(self, start, count):
+        tokens = torch.from_numpy(self.stream.read(start, count))
+        return tokens.pin_memory() if self.device.type == "cuda" else tokens

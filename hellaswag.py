@@ -38,9 +38,9 @@ def load_items(path=None):
         items = [dict(ctx=item["ctx"], endings=item["endings"], label=int(item["label"])) for item in items]
     except (OSError, ValueError, KeyError, TypeError) as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        what = f"HellaSwag from {path}" if path else "HellaSwag from the hub"
         raise UserError(
-            f"cannot read {what} ({type(error).__name__}: {reason}); give its validation set as a .jsonl file"
+            f"cannot read HellaSwag from {path or 'the hub'} ({type(error).__name__}: {reason}); hellaswag.py takes it "
+            "as --data FILE.jsonl, train_gpt2.py as --hellaswag_data FILE.jsonl, or does without: --hellaswag_every 0"
         ) from error
     if not items or any(len(item["endings"]) != ENDINGS or not 0 <= item["label"] < ENDINGS for item in items):
         raise UserError(

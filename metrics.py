@@ -170,8 +170,9 @@ class RunLog:
         by_tokens = {"by_tokens/train_loss": loss, "by_tokens/tokens_per_sec": rate}
         self._to_wandb(step, page | by_tokens | dict(tokens=tokens))
 
-    def evaluation(self, step, tokens, stream, value, **values):
-        """Log an evaluation: `value` into log.txt under "val" or "hella", `values` by their names elsewhere."""
+    def evaluation(self, step, tokens, stream, value, text, seconds, **values):
+        """Print text, and log an evaluation: `value` in log.txt under "val" or "hella", `values` by name elsewhere."""
+        print(f"step {step:5d}/{self.config.max_steps} | {text} | {seconds:.1f} s", flush=True)
         self.log_txt.write(f"{step} {stream} {value:.4f}\n")
         self._record(step, tokens, values)
         page = {f"eval/{name}": v for name, v in values.items()} | {

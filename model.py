@@ -169,11 +169,16 @@ class GPT(nn.Module):
         for layer, block in enumerate(self.transformer.h):
             x = block(x, cache[layer] if cache else None)
         x = self.transformer.ln_f(x[:, -1:] if cache else x)
-        # The head is the token embedding again. With pad_vocab its product runs over 50304 columns, a multiple of 128
-        # that tensor-core tiles divide, and the padding's columns are cut off before anybody sees them.
-        logits = F.linear(x, self.transformer.wte.weight)[..., : self.config.vocab_size]
+        # pad_vocab: the head's product, the largest of all, has 50304 columns, a multiple of 128 that tensor-core tiles
+        # divide. The padding's logits are -inf and so take no part in the softmax; a bias costs nothing to say so, while
+        # to cut them off here would copy all logits (7% of a step on an H200).
+        padding = None
+        if self.config.table_rows > self.config.vocab_size:
+            padding = torch.zeros(self.config.table_rows, device=x.device)
+            padding[self.config.vocab_size :] = float("-inf")
+        logits = F.linear(x, self.transformer.wte.weight, padding)  # (B, T, V), the head is the token embedding again
         if targets is None:
-            return logits
+            return logits[..., : self.config.vocab_size]
         loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1, reduction=reduction)
         return loss if reduction == "mean" else loss.view_as(targets)
 

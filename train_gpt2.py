@@ -34,7 +34,9 @@ def main():
 
     config = parse(Config, default=DEMO if "--demo" in sys.argv else None)
     ranks = parallel.start(config.device)
-    config, reasons = resolve(config, ranks)
+    options = dict(flash=config.flash, pad_vocab=config.pad_vocab)
+    model = None if config.init_from == "scratch" else checkpoint.load_model(config.init_from, **options)
+    config, reasons = resolve(config, ranks, model and model.config)
     device, say = ranks.device, print if ranks.is_main else lambda *_: None
     B, T = config.micro_batch_size, config.seq_len
 
@@ -64,12 +66,9 @@ def main():
     # Model: `model` is the plain module, which is saved and sampled from; `forward` computes with the same weights
 
     torch.manual_seed(config.seed)
-    options = dict(flash=config.flash, pad_vocab=config.pad_vocab)
-    if config.init_from == "scratch":
+    if model is None:
         sizes = dict(n_layer=config.n_layer, n_head=config.n_head, n_embd=config.n_embd)
         model = GPT(GPTConfig(seq_len=T, **sizes, **options))
-    else:
-        model = checkpoint.load_model(config.init_from, **options)
     model.to(device)
     # compile: one pass over memory for a chain of element-wise operations, and no Python between kernels. Every shape
     # gets its own graph (dynamic=False): training, validation and HellaSwag have one each, and none is compiled twice.
@@ -102,17 +101,20 @@ def main():
         last = step == config.max_steps
 
         if due(step, config.max_steps, config.val_every):
+            start = time.perf_counter()
             val_loss = validation_loss(losses_of, val_stream, config, ranks)
             val_losses.append(val_loss)
-            say(f"step {step:5d}/{config.max_steps} | validation loss {val_loss:.4f}")
             if log:
-                log.evaluation(step, tokens, "val", val_loss, val_loss=val_loss)
+                text = f"validation loss {val_loss:.4f}"
+                log.evaluation(step, tokens, "val", val_loss, text, time.perf_counter() - start, val_loss=val_loss)
 
         if hellaswag and due(step, config.max_steps, config.hellaswag_every):
+            start = time.perf_counter()
             acc, acc_norm = hellaswag.evaluate(losses_of, ranks)
-            say(f"step {step:5d}/{config.max_steps} | HellaSwag acc {acc:.4f} | acc_norm {acc_norm:.4f}")
             if log:
-                log.evaluation(step, tokens, "hella", acc_norm, hellaswag_acc=acc, hellaswag_acc_norm=acc_norm)
+                text = f"HellaSwag acc {acc:.4f} | acc_norm {acc_norm:.4f}"
+                scores = dict(hellaswag_acc=acc, hellaswag_acc_norm=acc_norm)
+                log.evaluation(step, tokens, "hella", acc_norm, text, time.perf_counter() - start, **scores)
 
         if log and step > 0 and due(step, config.max_steps, config.sample_every):
             with autocast:

@@ -55,7 +55,7 @@ def corpus(tmp_path):
 def command(tmp_path):
     """Run one of the project's commands in an empty folder; returns the finished process."""
 
-    def call(script, *args, ranks=1, timeout=240):
+    def call(script, *args, ranks=1, env=None):
         launch = [sys.executable]
         if ranks > 1:
             launch += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
@@ -63,10 +63,10 @@ def command(tmp_path):
         return subprocess.run(
             [*launch, str(ROOT / script), *map(str, args)],
             cwd=tmp_path,
-            env=offline,
+            env=offline | (env or {}),
             capture_output=True,
             text=True,
-            timeout=timeout,
+            timeout=240,
         )
 
     return call
@@ -74,10 +74,18 @@ def command(tmp_path):
 
 @pytest.fixture
 def train(command, corpus, tmp_path):
-    """Train a tiny GPT-2 on the corpus; returns its run folder, in which output.txt is what it printed."""
+    """Train a tiny GPT-2 on the corpus; returns its run folder, in which output.txt is what it printed.
 
-    def call(name, *args, **kwargs):
-        done = command("train_gpt2.py", *TINY, "--data_dir", corpus, "--run_name", name, *args, **kwargs)
+    drop: flags of TINY to leave out. fails=True expects no run, and returns the finished process.
+    """
+
+    def call(name, *args, drop="", fails=False, **kwargs):
+        flags = list(TINY)
+        for flag in drop.split():
+            del flags[flags.index(flag) : flags.index(flag) + 2]
+        done = command("train_gpt2.py", *flags, "--data_dir", corpus, "--run_name", name, *args, **kwargs)
+        if fails:
+            return done
         assert done.returncode == 0, done.stdout + done.stderr
         (tmp_path / "log" / name / "output.txt").write_text(done.stdout + done.stderr)
         return tmp_path / "log" / name

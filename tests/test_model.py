@@ -164,8 +164,9 @@ def greedy_without_cache(model, tokens, count):
 @pytest.mark.parametrize("flash", [True, False])
 def test_cached_generation_is_the_plain_loop(flash):
     model = tiny(flash=flash)
-    for parameter in model.parameters():
-        torch.nn.init.normal_(parameter, std=0.2)  # larger weights: the likeliest token changes as text goes on
+    for name, parameter in model.named_parameters():
+        if "wte" not in name and "ln_" not in name:  # far from the residual stream's identity, so that text moves on
+            torch.nn.init.normal_(parameter, std=0.5)
     model.transformer.wte.weight.data[301:] = 9  # and no padding is ever sampled, whatever stands in it
     prompt = torch.randint(301, (2, 5))
     expected = greedy_without_cache(model, prompt, 30)  # past seq_len = 24

@@ -1,0 +1,86 @@
+import json
+
+import pytest
+import torch
+from conftest import expect_error
+
+import checkpoint
+from cli import UserError
+from model import GPT, GPTConfig
+from sample import sample
+from tokenizer import VOCAB_SIZE
+
+
+def tiny(n_embd=16):
+    torch.manual_seed(3)
+    return GPT(GPTConfig(seq_len=64, vocab_size=VOCAB_SIZE, n_layer=2, n_head=2, n_embd=n_embd))
+
+
+def test_what_is_saved_comes_back(tmp_path):
+    model = tiny()
+    folder = checkpoint.save(tmp_path / "checkpoint_000007", model, dict(step=7))
+    assert json.loads((folder / "training.json").read_text()) == dict(step=7)
+    x = torch.randint(VOCAB_SIZE, (2, 16))
+    assert torch.equal(checkpoint.load_model(folder)(x), model(x))
+    torch.testing.assert_close(checkpoint.load_model(folder, flash=False, pad_vocab=False)(x), model(x))
+
+
+def test_a_checkpoint_appears_whole_or_not_at_all(tmp_path, monkeypatch):
+    def fail(folder):
+        (folder / "config.json").write_text("{}")
+        raise OSError("no space left on device")
+
+    model = tiny()
+    with monkeypatch.context() as patch:
+        patch.setattr(model, "save_pretrained", fail)
+        with pytest.raises(OSError):
+            checkpoint.save(tmp_path / "checkpoint_000001", model, {})
+    assert not (tmp_path / "checkpoint_000001").exists()
+    checkpoint.save(tmp_path / "checkpoint_000001", model, {})  # what the failure left is no obstacle
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint_000001"]
+
+
+def damage(folder, how):
+    weights = folder / "model.safetensors"
+    if how == "truncated":
+        weights.write_bytes(weights.read_bytes()[:-100])
+    elif how == "missing weights":
+        weights.unlink()
+    elif how == "other sizes":
+        tiny(n_embd=8).save_pretrained(folder)
+        (folder / "config.json").write_text((folder / "config.json").read_text().replace('"n_embd": 8', '"n_embd": 16'))
+    elif how == "not a GPT-2":
+        (folder / "config.json").write_text('{"model_type": "llama"}')
+    elif how == "not json":
+        (folder / "config.json").write_text("{")
+    elif how == "a file":
+        return weights
+    return folder
+
+
+@pytest.mark.parametrize("how", ["truncated", "missing weights", "other sizes", "not a GPT-2", "not json", "a file"])
+def test_damage_is_said_in_one_line(tmp_path, how):
+    checkpoint.save(tmp_path / "c", tiny(), {})
+    with pytest.raises(UserError) as error:
+        checkpoint.load_model(damage(tmp_path / "c", how))
+    assert "\n" not in str(error.value)
+
+
+def test_samples_start_with_the_prompt_and_end_at_a_documents_end(monkeypatch):
+    model = tiny()
+    texts = sample(model, "Hello, world", count=3, max_new_tokens=5, seed=1)
+    assert len(texts) == 3 and all(text.startswith("Hello, world") for text in texts)
+    assert texts == sample(model, "Hello, world", count=3, max_new_tokens=5, seed=1)
+    assert texts != sample(model, "Hello, world", count=3, max_new_tokens=5, seed=2)
+    ends = torch.tensor([[15496, 995, 50256, 995]])  # "Hello world<|endoftext|> world"
+    monkeypatch.setattr(model, "generate", lambda *_: ends)
+    assert sample(model, "Hello", count=1, max_new_tokens=3) == ["Hello world"]
+
+
+def test_the_command_and_its_errors(command, tmp_path):
+    checkpoint.save(tmp_path / "c", tiny(), {})
+    done = command("sample.py", "c", "--prompt", "Once upon", "--count", 2, "--max_new_tokens", 5, "--device", "cpu")
+    assert done.returncode == 0 and done.stdout.count("Once upon") == 2, done.stderr
+    expect_error(command("sample.py", "c", "--temperature", -1, "--device", "cpu"), "--temperature")
+    expect_error(command("sample.py", "some-name-that-is-not-there", "--device", "cpu"), "some-name-that-is-not-there")
+    expect_error(command("sample.py", "c", "--tempreature", 1), "--tempreature", "--temperature")

@@ -1,0 +1,101 @@
+import subprocess
+import sys
+
+import pytest
+import torch
+from conftest import ROOT, expect_error
+
+import config as config_module
+from cli import UserError
+from config import DEMO, Config, resolve
+from model import GPTConfig
+from parallel import Ranks
+
+
+def resolved(world_size=1, device="cpu", **flags):
+    config, reasons = resolve(Config(**flags), Ranks(0, world_size, torch.device(device)), GPTConfig())
+    return config, " ".join(reasons)
+
+
+def test_every_flag_is_explained_in_help():
+    done = subprocess.run([sys.executable, ROOT / "train_gpt2.py", "--help"], capture_output=True, text=True)
+    assert done.returncode == 0
+    for name in vars(Config()):
+        assert f"--{name} " in done.stdout or f"--{name}," in done.stdout
+    for flag in ("--no_tf32", "--no_compile", "--no_flash", "--no_pad_vocab", "--no_fused_adamw", "--no_shuffle"):
+        assert flag in done.stdout
+
+
+def test_sizes_follow_the_model_and_give_way_to_their_own_flags():
+    config, _ = resolved(model="gpt2-xl")
+    assert (config.n_layer, config.n_head, config.n_embd) == (48, 25, 1600)
+    config, _ = resolved(model="gpt2-xl", n_layer=2)
+    assert (config.n_layer, config.n_head, config.n_embd) == (2, 25, 1600)
+
+
+def test_the_micro_batch_fits_and_divides(monkeypatch):
+    gigabytes = 2**30
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100")
+    monkeypatch.setattr(config_module.shutil, "which", lambda name: name)
+    sizes = []
+    for free in (6, 14, 22, 78, 139):
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device, free=free: (free * gigabytes, 0))
+        config, why = resolved(device="cuda")
+        assert 524288 % (config.micro_batch_size * 1024) == 0 and f"{free} GB" in why
+        sizes.append(config.micro_batch_size)
+    assert sizes == sorted(sizes) and sizes[0] < 8 and sizes[-2:] == [64, 64]
+    assert resolved(8, "cuda")[0].micro_batch_size == 64  # the README's run: no accumulation on eight GPUs
+    assert resolved(8, "cuda", total_batch_size=8 * 4 * 1024)[0].micro_batch_size == 4
+    assert resolved(1, "cuda", model="gpt2-xl")[0].micro_batch_size < 64
+
+
+def test_a_gpu_without_bf16_gets_fp16(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla T4")
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (14 * 2**30, 0))
+    config, why = resolved(device="cuda")
+    assert config.autocast == "fp16" and not config.tf32
+    assert "Tesla T4 has no bf16" in why
+
+
+def test_without_a_compiler_it_runs_uncompiled(monkeypatch):
+    monkeypatch.setattr(config_module.shutil, "which", lambda name: None)
+    config, why = resolved()
+    assert not config.compile and "C++ compiler" in why
+
+
+@pytest.mark.parametrize(
+    "words, world_size, flags",
+    [
+        ("--micro_batch_size 4 ", 1, dict(total_batch_size=8192, seq_len=1024, micro_batch_size=5)),
+        ("516096 or 522240", 6, dict(micro_batch_size=1, total_batch_size=518000)),
+        ("522240 or 528384", 6, dict()),
+        ("--n_head 4", 1, dict(n_embd=64, n_head=5)),
+        ("--init_from", 1, dict(init_from="gpt2", n_layer=2)),
+        ("--seq_len 1024", 1, dict(init_from="gpt2", seq_len=2048)),
+        ("--init_from", 1, dict(init_from="gpt2", model="gpt2-xl")),
+        ("--max_steps 0", 1, dict(max_steps=0)),
+        ("--seq_len -1", 1, dict(seq_len=-1)),
+    ],
+)
+def test_flags_that_contradict_each_other(words, world_size, flags):
+    with pytest.raises(UserError) as error:
+        resolved(world_size, **flags)
+    assert words in str(error.value) and "\n" not in str(error.value)
+
+
+def test_the_demo_is_small():
+    config, _ = resolve(DEMO, Ranks(0, 1, torch.device("cpu")))
+    assert config.micro_batch_size * config.seq_len <= 128 and config.n_layer * config.n_embd <= 512
+
+
+def test_errors_on_the_command_line(command):
+    expect_error(command("train_gpt2.py", "--tf23"), "--tf23", "--tf32")
+    expect_error(command("train_gpt2.py", "--lr", "fast"), "--lr", "fast")
+    expect_error(command("train_gpt2.py", "--model", "gpt3"), "gpt3", "gpt2-xl")
+    expect_error(command("train_gpt2.py", "--device", "cpu"), "no train shards", "fineweb.py", "--demo")
+    if not torch.cuda.is_available():
+        expect_error(command("train_gpt2.py", "--device", "cuda"), "--device cuda", "--device cpu")
+    done = command("train_gpt2.py", "--device", "cpu", ranks=2)  # under torchrun the line comes once
+    assert done.returncode == 1 and done.stderr.count("no train shards") == 1

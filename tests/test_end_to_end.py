@@ -1,0 +1,144 @@
+"""The training script as a whole, on a tiny GPT-2."""
+
+import json
+import re
+
+import pytest
+import torch
+from conftest import ROOT, expect_error, logged, metrics, write_corpus
+from safetensors.torch import load_file
+from test_hellaswag import make_items
+from transformers import GPT2LMHeadModel
+
+EVALUATE = "--val_every 2 --hellaswag_every 2 --sample_every 2 --checkpoint_every 2 --val_steps 1".split()
+
+
+@pytest.fixture
+def hellaswag_file(tmp_path):
+    path = tmp_path / "hellaswag.jsonl"
+    path.write_text("".join(json.dumps(item) + "\n" for item in make_items(5)))
+    return path
+
+
+def final_weights(run):
+    return load_file(sorted(run.glob("checkpoint_*"))[-1] / "model.safetensors")
+
+
+def test_batch_and_ranks_only_divide_the_work(train):
+    """Micro-batches of 8, 4 or 1, one rank or two: the same losses, gradient norms and weights but for rounding."""
+    flags = ["--checkpoint_every", 3, "--val_every", 3]
+    whole = train("whole", "--micro_batch_size", 8, *flags)
+    for name, size, ranks in [("four", 4, 1), ("one", 1, 1), ("ranks", 2, 2)]:
+        run = train(name, "--micro_batch_size", size, *flags, ranks=ranks)
+        assert logged(run) == pytest.approx(logged(whole), abs=5e-6)
+        assert logged(run, "val") == pytest.approx(logged(whole, "val"), abs=2e-4)
+        norms = [[row["grad_norm"] for row in metrics(r) if "grad_norm" in row] for r in (run, whole)]
+        assert norms[0] == pytest.approx(norms[1], rel=1e-4)
+        for key, weight in final_weights(whole).items():
+            if not key.endswith("c_attn.bias"):  # the keys' bias has no gradient: AdamW blows its rounding up
+                torch.testing.assert_close(final_weights(run)[key], weight, rtol=1e-3, atol=2e-5, msg=key)
+
+
+def test_everything_runs_in_a_compiled_run(train, hellaswag_file):
+    """Validation, HellaSwag, samples and checkpoints with compile and bf16 on: three graphs, none compiled twice."""
+    flags = ["--compile", "--autocast", "bf16", *EVALUATE, "--hellaswag_data", hellaswag_file, "--max_steps", 4]
+    flags += ["--seq_len", 64]  # validation and HellaSwag then differ in shape
+    run = train("compiled", *flags, env=dict(TORCH_LOGS="recompiles"))
+    plain = train("plain", *flags, "--no_compile", "--autocast", "off")
+    assert logged(run) == pytest.approx(logged(plain), rel=0.005)
+    assert logged(run, "val") == pytest.approx(logged(plain, "val"), rel=0.005)
+    assert len(logged(run, "val")) == len(logged(run, "hella")) == 3
+    output = (run / "output.txt").read_text()
+    assert output.count("sample 0: Hello, I'm a language model,") == 2
+    assert output.count("Recompiling function forward") == 2  # from training to validation, and on to HellaSwag
+    assert [path.name for path in sorted(run.glob("checkpoint_*"))] == ["checkpoint_000002", "checkpoint_000004"]
+
+
+def test_each_optimization_leaves_the_losses_alone(train):
+    plain = logged(train("plain", "--no_flash", "--no_pad_vocab", "--no_fused_adamw", "--no_tf32"))
+    for flag in ("--flash", "--pad_vocab", "--fused_adamw"):
+        off = [f"--no_{name}" for name in ("flash", "pad_vocab", "fused_adamw", "tf32") if f"--{name}" != flag]
+        assert logged(train(flag.strip("-"), *off)) == pytest.approx(plain, abs=5e-6), flag
+    assert logged(train("bf16", "--autocast", "bf16")) == pytest.approx(plain, rel=0.002)
+    assert logged(train("fp16", "--autocast", "fp16")) == pytest.approx(plain, rel=0.002)
+
+
+def test_it_learns(train, tmp_path):
+    write_corpus(tmp_path, sizes=(100, 300))
+    run = train("learn", "--data_dir", tmp_path, "--max_steps", 40, "--lr", 1e-2)
+    assert logged(run)[0] > 10.7 and logged(run)[-1] < 7
+
+
+def test_the_same_seed_is_the_same_run(train):
+    one, two, other = train("one"), train("two"), train("other", "--seed", 7)
+    assert (one / "log.txt").read_text() == (two / "log.txt").read_text() != (other / "log.txt").read_text()
+    ordered = train("ordered", "--no_shuffle")
+    assert logged(ordered) != logged(one)
+
+
+def test_recipe_flags_reach_the_step(train):
+    run = train("recipe", "--warmup_steps", 2, "--max_steps", 4, "--batch_warmup_steps", 3, "--micro_batch_size", 2)
+    rows = [row for row in metrics(run) if "lr" in row]
+    assert [row["lr"] for row in rows] == pytest.approx([5e-4, 1e-3, 1e-3, 5.5e-4])
+    assert [row["tokens"] for row in rows] == [64, 192, 384, 640]  # 1, 2, 3, 4 micro-batches of 64
+    clipped = train("clipped", "--grad_clip", 1e-9, "--weight_decay", 0, "--checkpoint_every", 3)
+    unclipped = train("unclipped", "--grad_clip", 0, "--weight_decay", 0, "--checkpoint_every", 3)
+    norms = [[row["grad_norm"] for row in metrics(r) if "lr" in row][0] for r in (clipped, unclipped)]
+    assert norms[0] == pytest.approx(norms[1])  # the norm shown is the one before clipping
+    assert logged(clipped)[-1] > logged(unclipped)[-1]
+
+
+def test_a_checkpoint_goes_everywhere(train, command):
+    run = train("first", "--checkpoint_every", 3, "--val_every", 3)
+    folder = run / "checkpoint_000003"
+    again = train("again", "--init_from", folder, "--val_every", 3, drop="--n_layer --n_head --n_embd")
+    assert logged(again, "val")[0] == logged(run, "val")[-1]
+    assert GPT2LMHeadModel.from_pretrained(folder).num_parameters() > 1e6
+    training = json.loads((folder / "training.json").read_text())
+    assert training["step"] == 3 and training["loader"]["position"] == 3 * 256 == training["tokens"]
+    refused = train("long", "--init_from", folder, "--seq_len", 64, drop="--n_layer --n_head --n_embd", fails=True)
+    expect_error(refused, "--seq_len 32")
+
+
+def test_the_plan_says_what_runs(train):
+    text = (train("plan", "--val_every", 3) / "output.txt").read_text()
+    for line in (
+        r"device +1 × .*PyTorch",
+        r"model +2 layers, 2 heads, 32 wide; 1,6\d\d,\d{3} parameters",
+        r"batch +256 tokens = 4 sequences × 32 tokens × 2 accumulated × 1 ranks",
+        r"training +3 steps, 768 tokens, 0.18 epochs",
+        r"optimizations +on: flash, pad_vocab, fused_adamw; off: tf32, compile, autocast",
+        r"data +.*corpus: 3 train shards, 4,200 tokens; 1 val, 400 tokens",
+        r"step +2/3 \| loss 1\d\.\d{6} \| lr .* \| norm .* ms \| [\d,]+ tok/s \| 0m0\ds left",
+        r"validation loss 10\.\d{4} -> 10\.\d{4} in 3 steps, 768 tokens",
+    ):
+        assert re.search(line, text), line
+
+
+def test_bad_runs_end_in_one_line(train, tmp_path):
+    train("taken")
+    expect_error(train("taken", fails=True), "taken", "--run_name")
+    expect_error(train("x", "--micro_batch_size", 3, fails=True), "--micro_batch_size 2", "--total_batch_size 192")
+    expect_error(train("x", "--hellaswag_every", 1, "--hellaswag_data", "no.jsonl", fails=True), "no.jsonl")
+    expect_error(
+        train("x", "--hellaswag_every", 1, fails=True),
+        "HellaSwag",
+        "--hellaswag_data FILE.jsonl",
+        "--hellaswag_every 0",
+    )
+    expect_error(train("x", "--init_from", "no/such/folder", drop="--n_layer --n_head --n_embd", fails=True), "no/such")
+
+
+def test_the_demo(command, tmp_path):
+    done = command("train_gpt2.py", "--demo", "--max_steps", 3, "--val_steps", 1, "--wandb", "disabled")
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"validation loss 10\.\d+ -> 10\.\d+ in 3 steps", done.stdout)
+    assert "sample 3: Hello" in done.stdout and "python fineweb.py" in done.stdout
+    train_shard, val_shard = sorted((tmp_path / "demo_data").glob("*.npy"))
+    assert train_shard.stat().st_size > 5 * val_shard.stat().st_size > 50_000
+
+
+def test_the_readme_names_every_file():
+    readme = (ROOT / "README.md").read_text()
+    for path in ROOT.glob("*.py"):
+        assert path.name in readme
