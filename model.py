@@ -170,7 +170,7 @@ class GPT(nn.Module):
             x = block(x, cache[layer] if cache else None)
         x = self.transformer.ln_f(x[:, -1:] if cache else x)
         # pad_vocab: the head's product, the largest of all, has 50304 columns, a multiple of 128 that tensor-core tiles
-        # divide. The padding's logits are -inf and so take no part in the softmax; a bias costs nothing to say so, while
+        # divide. The padding takes no part in the softmax, since its logits are -inf: a bias says so for nothing, while
         # to cut them off here would copy all logits (7% of a step on an H200).
         padding = None
         if self.config.table_rows > self.config.vocab_size:
