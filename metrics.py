@@ -102,35 +102,43 @@ class RunLog:
                 f"cannot write the run's folder {self.folder}: {error.strerror}; choose another --log_dir"
             ) from error
         self.wandb = None
-        self._start_wandb(facts)
+        if config.wandb != "disabled":
+            self._start_wandb(facts)
 
     # ---- wandb: never asks, never stops training
 
     def _start_wandb(self, facts):
-        mode = self.config.wandb
-        if mode == "disabled":
-            return
-        try:
-            import wandb
+        """Online when logged in, else offline; WANDB_MODE decides for "auto" where it is set."""
+        choice = self.config.wandb
+        if choice == "auto":
+            choice = os.environ.get("WANDB_MODE", "auto")
+        for mode in ("online", "offline") if choice in ("auto", "online") else (choice,):
+            try:
+                import wandb
 
-            if mode == "auto":
-                mode = os.environ.get("WANDB_MODE") or ("online" if wandb.login(prompt=False) else "offline")
-            self.wandb = wandb.init(
-                project=self.config.wandb_project,
-                name=self.config.run_name,
-                mode=mode,
-                dir=self.folder,
-                config=facts,
-                settings=wandb.Settings(silent=True, init_timeout=60),
-            )
-            self.wandb.define_metric("by_tokens/*", step_metric="tokens")
-            self._samples = wandb.Table(columns=["step", "text"], log_mode="INCREMENTAL")
-        except Exception as error:
-            self._lose_wandb(error)
+                if mode == "online" and not wandb.login(prompt=False):
+                    if choice == "online":
+                        print("wandb is not logged in: `wandb login` once; this run is recorded offline")
+                    continue
+                self.wandb = wandb.init(
+                    project=self.config.wandb_project,
+                    name=self.config.run_name,
+                    mode=mode,
+                    dir=self.folder,
+                    config=facts,
+                    settings=wandb.Settings(silent=True, init_timeout=60),
+                )
+                self.wandb.define_metric("by_tokens/*", step_metric="tokens")
+                self._samples = wandb.Table(columns=["step", "text"], log_mode="INCREMENTAL")
+                return
+            except Exception as error:
+                self._lose_wandb(error, mode)
 
-    def _lose_wandb(self, error):
+    def _lose_wandb(self, error, mode="run"):
         self.wandb = None
-        print(f"wandb is off ({type(error).__name__}: {error}); the run goes on, its metrics are in {self.folder}")
+        print(
+            f"wandb {mode} failed ({type(error).__name__}: {error}); training goes on, all metrics are in {self.folder}"
+        )
 
     def _to_wandb(self, step, values):
         if self.wandb is None:

@@ -16,7 +16,7 @@ import torch
 import checkpoint
 import demo
 import parallel
-from cli import parse, run
+from cli import UserError, parse, run
 from config import DEMO, Config, resolve
 from data import Loader, TokenStream, open_shards
 from hellaswag import HellaSwag, load_items
@@ -37,7 +37,7 @@ def main():
     options = dict(flash=config.flash, pad_vocab=config.pad_vocab)
     model = None if config.init_from == "scratch" else checkpoint.load_model(config.init_from, **options)
     config, reasons = resolve(config, ranks, model and model.config)
-    device, say = ranks.device, print if ranks.is_main else lambda *_: None
+    device = ranks.device
     B, T = config.micro_batch_size, config.seq_len
 
     # tf32: float32 products on tensor cores, with 10 bits of mantissa for 23; what autocast leaves in float32 gains
@@ -60,6 +60,10 @@ def main():
         ranks.wait()
     train_stream = TokenStream(open_shards(config.data_dir, "train"), config.seed, config.shuffle)
     val_stream = TokenStream(open_shards(config.data_dir, "val"))
+    if val_stream.total <= T:
+        raise UserError(
+            f"{val_stream.total} validation tokens in {config.data_dir}: at least seq_len + 1 = {T + 1} are needed"
+        )
     loader = Loader(train_stream, B, T, device, ranks.rank, ranks.world_size)
 
     # ------------------------------------------------------------------------------------------------------------------
@@ -89,7 +93,8 @@ def main():
     if config.hellaswag_every:
         hellaswag = HellaSwag(load_items(config.hellaswag_data), T, rows=B)
     log = RunLog(config, device, ranks.world_size, flops_per_token(model, T)) if ranks.is_main else None
-    print_plan(config, reasons, model, ranks, train_stream, val_stream, hellaswag, log, say)
+    if log:
+        print_plan(config, reasons, model, ranks, train_stream, val_stream, hellaswag, log)
 
     # ------------------------------------------------------------------------------------------------------------------
     # The loop
@@ -127,7 +132,7 @@ def main():
                 model,
                 dict(step=step, tokens=tokens, loader=loader.state(), config=vars(config), **environment(device)),
             )
-            say(f"step {step:5d}/{config.max_steps} | checkpoint {where}")
+            print(f"step {step:5d}/{config.max_steps} | checkpoint {where}", flush=True)
 
         if last:
             break
@@ -144,9 +149,7 @@ def main():
             alone = ranks.world_size > 1 and micro_step < micro_steps - 1
             with train_forward.no_sync() if alone else contextlib.nullcontext():
                 with autocast:
-                    loss = (
-                        train_forward(x, y) / micro_steps
-                    )  # the mean over the batch is the mean of equal parts' means
+                    loss = train_forward(x, y) / micro_steps  # equal parts: the mean of their means is the mean of all
                 scaler.scale(loss).backward()
             loss_sum += loss.detach()
         scaler.unscale_(optimizer)
@@ -170,16 +173,17 @@ def main():
     # ------------------------------------------------------------------------------------------------------------------
     # Goodbye
 
-    if len(val_losses) > 1:
-        say(f"validation loss {val_losses[0]:.4f} -> {val_losses[-1]:.4f} in {step} steps, {tokens:,} tokens")
     if log:
         log.close()
-        say(f"log: {log.folder}/ (log.txt, metrics.jsonl, config.json), wandb: {log.where_to_watch()}")
-    if config.demo:
-        say(
-            "Next: `python fineweb.py` makes real data, then `python train_gpt2.py` trains GPT-2 124M on it; "
-            "`python train_gpt2.py --help` lists the flags"
-        )
+        if len(val_losses) > 1:
+            print(f"validation loss {val_losses[0]:.4f} -> {val_losses[-1]:.4f} in {step} steps, {tokens:,} tokens")
+        print(f"log: {log.folder}/ (log.txt, metrics.jsonl, config.json); watch: {log.where_to_watch()}")
+        if config.demo:
+            print(
+                "Next: `python fineweb.py` makes real data, then `python train_gpt2.py` trains GPT-2 124M on it; ",
+                end="",
+            )
+            print("`python train_gpt2.py --help` lists the flags")
     parallel.stop()
 
 
@@ -205,45 +209,47 @@ def validation_loss(losses_of, stream, config, ranks):
     return ranks.sum(total)[0] / (sequences * T)
 
 
-def print_plan(config, reasons, model, ranks, train_stream, val_stream, hellaswag, log, say):
-    if not ranks.is_main:
-        return
+def print_plan(config, reasons, model, ranks, train_stream, val_stream, hellaswag, log):
+    """What is about to run, before it does."""
     facts = environment(ranks.device)
-    accumulation = accumulation_steps(config.max_steps + config.batch_warmup_steps, config, ranks.world_size)
-    sizes = model.config
-    versions = f"PyTorch {facts['torch']}" + (f", CUDA {facts['cuda']}" if facts["cuda"] else "")
-    on = [n for n in ("tf32", "compile", "flash", "pad_vocab", "fused_adamw") if getattr(config, n)]
-    off = [n for n in ("tf32", "compile", "flash", "pad_vocab", "fused_adamw") if not getattr(config, n)]
-    (off if config.autocast == "off" else on).append(f"autocast {config.autocast}".removesuffix(" off"))
+    accumulated = accumulation_steps(config.batch_warmup_steps, config, ranks.world_size)
     total = config.max_steps * config.total_batch_size
-    say(f"device         {ranks.world_size} × {facts['hardware']}; {versions}")
-    say(
-        f"model          {sizes.n_layer} layers, {sizes.n_head} heads, {sizes.n_embd} wide; "
-        f"{model.num_params():,} parameters"
-    )
-    say(f"init           {config.init_from}, seed {config.seed}")
-    say(
-        f"batch          {config.total_batch_size:,} tokens = {config.micro_batch_size} sequences × {config.seq_len} "
-        f"tokens × {accumulation} accumulated × {ranks.world_size} ranks"
-        + (f", reached after {config.batch_warmup_steps} steps" if config.batch_warmup_steps else "")
-    )
-    say(f"training       {config.max_steps:,} steps, {total:,} tokens, {total / train_stream.total:.2f} epochs")
-    say(f"optimizations  on: {', '.join(on)}" + (f"; off: {', '.join(off)}" if off else ""))
-    say(
-        f"data           {config.data_dir}: {len(train_stream.shards)} train shards, {train_stream.total:,} tokens; "
-        f"{len(val_stream.shards)} val, {val_stream.total:,} tokens"
-    )
-    say(f"HellaSwag      {f'{len(hellaswag.labels):,} items' if hellaswag else 'off'}")
-    peak = (
-        f"{log.peak_flops / 1e12 / ranks.world_size:g} TFLOP/s a device"
-        if log.peak_flops
-        else "unknown: give --peak_tflops"
-    )
-    say(f"MFU            of a peak of {peak}")
-    say(f"log            {log.folder}/")
-    say(f"watch          {log.where_to_watch()}")
-    for reason in reasons:
-        say(f"note           {reason}")
+    switches = {name: getattr(config, name) for name in ("tf32", "compile", "flash", "pad_vocab", "fused_adamw")}
+    switches[f"autocast {config.autocast}"] = config.autocast != "off"
+    off = ", ".join(name.removesuffix(" off") for name, on in switches.items() if not on)
+    peak = f"{log.peak_flops / 1e12 / ranks.world_size:g} TFLOP/s a device" if log.peak_flops else None
+    lines = [
+        (
+            "device",
+            f"{ranks.world_size} × {facts['hardware']}; PyTorch {facts['torch']}"
+            + (f", CUDA {facts['cuda']}" if facts["cuda"] else ""),
+        ),
+        (
+            "model",
+            f"{config.n_layer} layers, {config.n_head} heads, {config.n_embd} wide; {model.num_params():,} parameters",
+        ),
+        ("init", f"{config.init_from}, seed {config.seed}"),
+        (
+            "batch",
+            f"{config.total_batch_size:,} tokens = {config.micro_batch_size} sequences × {config.seq_len} tokens × "
+            f"{accumulated} accumulated × {ranks.world_size} ranks"
+            + (f", reached after {config.batch_warmup_steps} steps" if config.batch_warmup_steps else ""),
+        ),
+        ("training", f"{config.max_steps:,} steps, {total:,} tokens, {total / train_stream.total:.2f} epochs"),
+        ("on", ", ".join(name for name, on in switches.items() if on) + (f" (off: {off})" if off else "")),
+        (
+            "data",
+            f"{config.data_dir}: {len(train_stream.shards)} train shards, {train_stream.total:,} tokens; "
+            f"{len(val_stream.shards)} val, {val_stream.total:,} tokens",
+        ),
+        ("HellaSwag", f"{len(hellaswag.labels):,} items" if hellaswag else "off"),
+        ("MFU", f"of a peak of {peak}" if peak else "unknown for this device: give --peak_tflops"),
+        ("log", f"{log.folder}/"),
+        ("watch", log.where_to_watch()),
+        *(("note", reason) for reason in reasons),
+    ]
+    for name, text in lines:
+        print(f"{name:10s} {text}")
 
 
 if __name__ == "__main__":

@@ -107,7 +107,7 @@ def test_the_plan_says_what_runs(train):
         r"model +2 layers, 2 heads, 32 wide; 1,6\d\d,\d{3} parameters",
         r"batch +256 tokens = 4 sequences × 32 tokens × 2 accumulated × 1 ranks",
         r"training +3 steps, 768 tokens, 0.18 epochs",
-        r"optimizations +on: flash, pad_vocab, fused_adamw; off: tf32, compile, autocast",
+        r"on +flash, pad_vocab, fused_adamw \(off: tf32, compile, autocast\)",
         r"data +.*corpus: 3 train shards, 4,200 tokens; 1 val, 400 tokens",
         r"step +2/3 \| loss 1\d\.\d{6} \| lr .* \| norm .* ms \| [\d,]+ tok/s \| 0m0\ds left",
         r"validation loss 10\.\d{4} -> 10\.\d{4} in 3 steps, 768 tokens",
@@ -116,6 +116,8 @@ def test_the_plan_says_what_runs(train):
 
 
 def test_bad_runs_end_in_one_line(train, tmp_path):
+    write_corpus(tmp_path, sizes=(32, 300))
+    expect_error(train("x", "--data_dir", tmp_path, fails=True), "32 validation tokens", "33")
     train("taken")
     expect_error(train("taken", fails=True), "taken", "--run_name")
     expect_error(train("x", "--micro_batch_size", 3, fails=True), "--micro_batch_size 2", "--total_batch_size 192")

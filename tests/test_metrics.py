@@ -89,10 +89,23 @@ def test_a_failing_wandb_does_not_stop_training(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(run, "log", fail)
     log.train_step(0, 100, 3.0, 1e-4, 1.0, 0.5, 100, None)
     log.train_step(1, 200, 2.0, 1e-4, 1.0, 0.5, 100, None)
-    assert capsys.readouterr().out.count("wandb is off (ConnectionError: gone)") == 1
+    assert capsys.readouterr().out.count("wandb run failed (ConnectionError: gone)") == 1
     log.close()
     run.finish()
     assert len((tmp_path / "run" / "log.txt").read_text().splitlines()) == 2
+
+
+def test_wandb_without_a_network_goes_offline(tmp_path, monkeypatch, capsys):
+    import wandb
+
+    def no_network(**_):
+        raise ConnectionError("no route to host")
+
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    monkeypatch.setattr(wandb, "login", no_network)
+    log = RunLog(Config(log_dir=str(tmp_path), run_name="run", wandb="online"), CPU, 1, 1e9)
+    assert log.wandb.offline and "wandb online failed (ConnectionError" in capsys.readouterr().out
+    log.close()
 
 
 def test_durations():
