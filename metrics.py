@@ -102,8 +102,7 @@ class RunLog:
                 f"cannot write the run's folder {self.folder}: {error.strerror}; choose another --log_dir"
             ) from error
         self.wandb = None
-        if config.wandb != "disabled":
-            self._start_wandb(facts)
+        self._start_wandb(facts)
 
     # ---- wandb: never asks, never stops training
 
@@ -112,6 +111,8 @@ class RunLog:
         choice = self.config.wandb
         if choice == "auto":
             choice = os.environ.get("WANDB_MODE", "auto")
+        if choice == "disabled":
+            return
         for mode in ("online", "offline") if choice in ("auto", "online") else (choice,):
             try:
                 import wandb
