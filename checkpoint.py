@@ -9,22 +9,30 @@ from safetensors import SafetensorError
 
 from cli import UserError
 from model import GPT
+from tokenizer import VOCAB_SIZE
 
 
 def save(folder, model, training):
     """Write the model and `training`, a JSON-able dictionary, to a new folder, which appears whole or not at all."""
     folder = Path(folder)
     unfinished = folder.with_name(folder.name + ".unfinished")
-    shutil.rmtree(unfinished, ignore_errors=True)
+    if unfinished.exists():
+        shutil.rmtree(unfinished)
     unfinished.mkdir(parents=True)
     model.save_pretrained(unfinished)
     (unfinished / "training.json").write_text(json.dumps(training, indent=2) + "\n")
     for path in [*unfinished.iterdir(), unfinished]:
-        descriptor = os.open(path, os.O_RDONLY)
-        os.fsync(descriptor)
-        os.close(descriptor)
+        flush_to_disk(path)
     unfinished.rename(folder)
+    flush_to_disk(folder.parent)
     return folder
+
+
+def flush_to_disk(path):
+    """Return when the file, or the folder's list of names, would survive a power failure."""
+    descriptor = os.open(path, os.O_RDONLY)
+    os.fsync(descriptor)
+    os.close(descriptor)
 
 
 def load_model(name, **options):
@@ -33,10 +41,13 @@ def load_model(name, **options):
     Raises UserError when there is none.
     """
     try:
-        return GPT.from_pretrained(name, **options)
+        model = GPT.from_pretrained(name, **options)
     except (OSError, ValueError, KeyError, SafetensorError) as error:
-        reason = str(error).strip().splitlines()[0]
+        reason = (str(error).strip() or "no reason given").splitlines()[0]
         raise UserError(
             f"cannot load {name} ({type(error).__name__}: {reason}); give a checkpoint, a Hugging Face folder, or "
             "gpt2, gpt2-medium, gpt2-large or gpt2-xl"
         ) from error
+    if model.config.vocab_size != VOCAB_SIZE:
+        raise UserError(f"{name} has a vocabulary of {model.config.vocab_size}, but GPT-2's has {VOCAB_SIZE}")
+    return model

@@ -34,6 +34,7 @@ def parse(config_type, default=None):
 
 def run(main):
     """Call main(). A UserError ends the program with one line on standard error and exit code 1."""
+    sys.stdout.reconfigure(line_buffering=True)  # a line is seen when it is printed, also through a pipe
     try:
         main()
     except UserError as error:

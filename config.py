@@ -4,6 +4,7 @@ import dataclasses
 import shutil
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 import torch
@@ -147,10 +148,11 @@ def resolve(config, ranks, pretrained=None):
     new = dataclasses.replace(config)
     reasons = []
 
+    check_bounds(new)
     if new.init_from == "scratch":
-        new.n_layer, new.n_head, new.n_embd = (
-            own or of_size for own, of_size in zip((new.n_layer, new.n_head, new.n_embd), SIZES[new.model])
-        )
+        for name, of_size in zip(("n_layer", "n_head", "n_embd"), SIZES[new.model]):
+            if getattr(new, name) is None:
+                setattr(new, name, of_size)
         if new.n_embd % new.n_head:
             heads = min((h for h in range(1, new.n_embd + 1) if new.n_embd % h == 0), key=lambda h: abs(h - new.n_head))
             raise UserError(f"--n_embd {new.n_embd} cannot be divided into {new.n_head} heads: try --n_head {heads}")
@@ -165,13 +167,12 @@ def resolve(config, ranks, pretrained=None):
                 f"--seq_len {new.seq_len}, but {new.init_from} knows {pretrained.seq_len} positions: "
                 f"use --seq_len {pretrained.seq_len}"
             )
-    for name in ("seq_len", "total_batch_size", "micro_batch_size", "max_steps", "val_steps"):
-        if (value := getattr(new, name)) is not None and value < 1:
-            raise UserError(f"--{name} {value}: it must be at least 1")
-
     if new.device == "auto":
         new.device = ranks.device.type
     fit_precision(new, ranks.device, reasons)
+    if new.compile and ranks.device.type == "mps":
+        new.compile = False
+        reasons.append("compile is off: torch.compile is not ready for Apple GPUs")
     if new.compile and (missing := missing_compiler(ranks.device)):
         new.compile = False
         reasons.append(f"compile is off: torch.compile needs {missing}, and this machine has none")
@@ -190,9 +191,29 @@ def resolve(config, ranks, pretrained=None):
             f"× seq_len {new.seq_len} × {ranks.world_size} ranks: try {hint}--total_batch_size {below or above} or "
             f"{above}"
         )
+    if new.batch_warmup_steps and new.total_batch_size == new.micro_batch_size * share:
+        reasons.append("batch_warmup_steps has nothing to do: one micro-batch on each device is the full batch")
     if new.run_name is None:
-        new.run_name = f"{'demo' if new.demo else new.model}-{time.strftime('%Y%m%d-%H%M%S')}"
+        kind = "demo" if new.demo else new.model if new.init_from == "scratch" else Path(new.init_from).name
+        new.run_name = f"{kind}-{time.strftime('%Y%m%d-%H%M%S')}"
     return new, reasons
+
+
+def check_bounds(config):
+    """Raises UserError for a number that no run can have."""
+    lowest = dict.fromkeys(("n_layer", "n_head", "n_embd", "seq_len", "micro_batch_size", "total_batch_size"), 1)
+    lowest |= dict.fromkeys(("max_steps", "val_steps"), 1)
+    lowest |= dict.fromkeys(("val_every", "hellaswag_every", "sample_every", "checkpoint_every", "seed"), 0)
+    lowest |= dict.fromkeys(
+        ("lr", "min_lr_ratio", "warmup_steps", "weight_decay", "grad_clip", "batch_warmup_steps"), 0
+    )
+    for name, bound in lowest.items():
+        value = getattr(config, name)
+        if value is not None and not value >= bound:
+            raise UserError(f"--{name} {value}: it must be at least {bound}")
+    for name in ("beta1", "beta2"):
+        if not 0 <= getattr(config, name) < 1:
+            raise UserError(f"--{name} {getattr(config, name)}: it must be at least 0 and below 1")
 
 
 def multiples_around(number, factor):
@@ -254,6 +275,7 @@ def choose_micro_batch_size(config, ranks):
     size = 1
     while size * 2 <= min(limit, 64) and config.total_batch_size % (size * 2 * share) == 0:
         size *= 2
+    size = int(ranks.min(size))  # the same on every rank, also where one GPU has less room
     return size, f"micro_batch_size is {size}: {where}"
 
 

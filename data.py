@@ -5,6 +5,7 @@ run on from one shard to the next. This is build-nanogpt's layout.
 """
 
 import collections
+import resource
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -30,13 +31,19 @@ def open_shards(data_dir, split):
             f"no {split} shards in {data_dir}: make them from FineWeb-Edu with `python fineweb.py`, "
             "or try everything on a small corpus with `python train_gpt2.py --demo`"
         )
+    # a mapped file is an open file: FineWeb-Edu 100BT has as many as the usual limit of 1,024
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     return [open_shard(path) for path in paths]
 
 
 def open_shard(path):
     try:
         shard = np.load(path, mmap_mode="r")
-    except (ValueError, OSError, EOFError) as error:
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}") from error
+    except (ValueError, EOFError) as error:
         raise UserError(f"{path} is not a shard: {error}; delete it and make it again") from error
     if shard.dtype != np.uint16 or shard.ndim != 1 or shard.size == 0:
         raise UserError(

@@ -43,6 +43,8 @@ def make_data(data_dir):
     paths = {"val": Path(data_dir) / "demo_val_000000.npy", "train": Path(data_dir) / "demo_train_000001.npy"}
     if all(path.exists() for path in paths.values()):
         return
+    if others := set(Path(data_dir).glob("*.npy")) - set(paths.values()):
+        raise UserError(f"{data_dir} already holds {len(others)} other shards: the demo needs a --data_dir of its own")
     split = {"val": [], "train": []}
     for name, text in read_documents():
         digest = hashlib.sha256(name.encode()).digest()

@@ -73,7 +73,7 @@ def tokenize(texts):
     encode = get_tokenizer().encode_to_numpy
     parts = []
     for text in texts:
-        parts += [np.array([END_OF_TEXT]), encode(text, disallowed_special=())]
+        parts += [np.array([END_OF_TEXT]), encode(text or "", disallowed_special=())]
     return np.concatenate(parts).astype(np.uint16)
 
 
@@ -95,7 +95,10 @@ def write_shards(pieces, out, shard_size):
     Raises UserError when there is nothing left for a training shard.
     """
     out = Path(out)
-    out.mkdir(parents=True, exist_ok=True)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"cannot make the folder {out}: {error.strerror}; choose another --out") from error
     shard = np.empty(shard_size, dtype=np.uint16)
     index = filled = 0
 
@@ -114,6 +117,8 @@ def write_shards(pieces, out, shard_size):
                 index, filled = index + 1, 0
         yield size
     if index == 0 or (index == 1 and filled == 0):
+        for path in out.glob("edufineweb_val_*.npy"):
+            path.unlink()
         raise UserError(
             f"only {index * shard_size + filled:,} tokens: the validation shard takes them all and leaves nothing to "
             f"train on; use --shard_size {max(1, (index * shard_size + filled) // 10)} for a tenth of them each"
@@ -134,11 +139,16 @@ def limit(pieces, max_tokens):
 def main():
     flags = parse(Flags)
     workers = flags.workers or os.cpu_count()
-    for name in ("shard_size", "max_tokens"):
+    for name in ("shard_size", "max_tokens", "workers"):
         if (value := getattr(flags, name)) is not None and value < 1:
             raise UserError(f"--{name} {value}: it must be at least 1")
     if old := sorted(Path(flags.out).glob("*.npy")):
         raise UserError(f"{flags.out} already holds {len(old)} shards: choose another --out, or delete them")
+    if flags.max_tokens is not None and flags.max_tokens <= flags.shard_size:
+        raise UserError(
+            f"--max_tokens {flags.max_tokens}: the validation shard would take them all; use a --shard_size below, "
+            f"such as {max(1, flags.max_tokens // 10)}"
+        )
     get_tokenizer()
     pieces = tokenize_in_parallel(read_documents(flags), workers)
     expected = flags.max_tokens

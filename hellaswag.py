@@ -9,6 +9,7 @@ their losses per token. OpenAI's GPT-2 124M has acc_norm 0.2955 by this measure.
 
 import json
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 import tyro
@@ -118,14 +119,16 @@ class Flags:
     """The validation set as a .jsonl file; by default it is downloaded."""
     limit: int | None = None
     """Evaluate only this many items."""
-    device: str = "auto"
-    """auto, cuda, cpu or mps."""
+    device: Literal["auto", "cuda", "cpu", "mps"] = "auto"
+    """auto takes a GPU where there is one."""
     rows: int = 64
     """Sequences in a batch."""
 
 
 def main():
     flags = parse(Flags)
+    if flags.rows < 1 or (flags.limit is not None and flags.limit < 1):
+        raise UserError("--rows and --limit must be at least 1")
     ranks = parallel.start(flags.device)
     model = checkpoint.load_model(flags.model).to(ranks.device)
     hellaswag = HellaSwag(load_items(flags.data)[: flags.limit], model.config.seq_len, flags.rows)

@@ -4,6 +4,7 @@ import json
 import math
 import os
 import platform
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -19,11 +20,15 @@ PEAK_TFLOPS = {
     "H100 NVL": 835,
     "H100": 989.4,
     "H200": 989.4,
+    "H800": 989.4,
     "H20": 148,
     "A100": 312,
+    "A800": 312,
+    "A40": 149.7,
+    "A10": 125,
     "L40S": 362,
+    "L40": 181,
     "L4": 121,
-    "A10G": 70,
     "RTX 4090": 165.2,
     "RTX 3090": 71,
     "V100": 125,
@@ -36,7 +41,7 @@ def peak_tflops(device):
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device)
-    return next((peak for part, peak in PEAK_TFLOPS.items() if part in name), None)
+    return next((peak for part, peak in PEAK_TFLOPS.items() if re.search(rf"\b{part}\b", name)), None)
 
 
 def flops_per_token(model, seq_len):
@@ -95,18 +100,18 @@ class RunLog:
             # line-buffered: what was logged is in the file, whatever happens next
             self.log_txt = open(self.folder / "log.txt", "w", buffering=1)
             self.metrics_jsonl = open(self.folder / "metrics.jsonl", "w", buffering=1)
-            facts = dict(vars(config), world_size=world_size, **environment(device))
-            (self.folder / "config.json").write_text(json.dumps(facts, indent=2) + "\n")
+            self.facts = dict(vars(config), world_size=world_size, **environment(device))
+            (self.folder / "config.json").write_text(json.dumps(self.facts, indent=2) + "\n")
         except OSError as error:
             raise UserError(
                 f"cannot write the run's folder {self.folder}: {error.strerror}; choose another --log_dir"
             ) from error
         self.wandb = None
-        self._start_wandb(facts)
+        self._start_wandb()
 
     # ---- wandb: never asks, never stops training
 
-    def _start_wandb(self, facts):
+    def _start_wandb(self):
         """Online when logged in, else offline; WANDB_MODE decides for "auto" where it is set."""
         choice = self.config.wandb
         if choice == "auto":
@@ -121,16 +126,16 @@ class RunLog:
                     if choice == "online":
                         print("wandb is not logged in: `wandb login` once; this run is recorded offline")
                     continue
+                self._samples = wandb.Table(columns=["step", "text"], log_mode="INCREMENTAL")
                 self.wandb = wandb.init(
                     project=self.config.wandb_project,
                     name=self.config.run_name,
                     mode=mode,
                     dir=self.folder,
-                    config=facts,
+                    config=self.facts,
                     settings=wandb.Settings(silent=True, init_timeout=60),
                 )
                 self.wandb.define_metric("by_tokens/*", step_metric="tokens")
-                self._samples = wandb.Table(columns=["step", "text"], log_mode="INCREMENTAL")
                 return
             except Exception as error:
                 self._lose_wandb(error, mode)
@@ -168,7 +173,6 @@ class RunLog:
             f"{seconds * 1000:.2f} ms | {rate:,.0f} tok/s | "
             + (f"MFU {mfu:.1%} | " if mfu else "")
             + (f"{duration(seconds_left)} left" if seconds_left is not None else "time left unknown"),
-            flush=True,
         )
         self.log_txt.write(f"{step} train {loss:.6f}\n")
         values = dict(train_loss=loss, lr=lr, grad_norm=grad_norm, step_ms=seconds * 1000, tokens_per_sec=rate, mfu=mfu)
@@ -181,7 +185,7 @@ class RunLog:
 
     def evaluation(self, step, tokens, stream, value, text, seconds, **values):
         """Print text, and log an evaluation: `value` in log.txt under "val" or "hella", `values` by name elsewhere."""
-        print(f"step {step:5d}/{self.config.max_steps} | {text} | {seconds:.1f} s", flush=True)
+        print(f"step {step:5d}/{self.config.max_steps} | {text} | {seconds:.1f} s")
         self.log_txt.write(f"{step} {stream} {value:.4f}\n")
         self._record(step, tokens, values)
         page = {f"eval/{name}": v for name, v in values.items()} | {
@@ -192,7 +196,7 @@ class RunLog:
     def samples(self, step, tokens, texts):
         """Log sampled texts, and print them."""
         for i, text in enumerate(texts):
-            print(f"sample {i}: {text}", flush=True)
+            print(f"sample {i}: {text}")
         self._record(step, tokens, dict(samples=texts))
         if self.wandb is not None:
             for text in texts:
@@ -207,4 +211,7 @@ class RunLog:
         self.log_txt.close()
         self.metrics_jsonl.close()
         if self.wandb is not None:
-            self.wandb.finish()
+            try:
+                self.wandb.finish()
+            except Exception as error:
+                self._lose_wandb(error)

@@ -190,9 +190,10 @@ class GPT(nn.Module):
         sees the last seq_len, which are then read anew for every token, since GPT-2's positions are absolute.
         """
         cache = None
+        capacity = min(self.config.seq_len, tokens.size(1) + max_new_tokens)
         for _ in range(max_new_tokens):
             if cache is None or tokens.size(1) > self.config.seq_len:
-                cache = [PastKeysValues(self.config.seq_len) for _ in self.transformer.h]
+                cache = [PastKeysValues(capacity) for _ in self.transformer.h]
                 new = tokens[:, -self.config.seq_len :]
             else:
                 new = tokens[:, -1:]
@@ -227,7 +228,11 @@ class GPT(nn.Module):
             folder = Path(hf_hub_download(str(name), "config.json")).parent
             hf_hub_download(str(name), "model.safetensors")
         sizes = json.loads((folder / "config.json").read_text())
-        if sizes.get("model_type") != "gpt2" or sizes.get("activation_function", "gelu_new") != "gelu_new":
+        if (
+            not isinstance(sizes, dict)
+            or sizes.get("model_type") != "gpt2"
+            or sizes.get("activation_function", "gelu_new") != "gelu_new"
+        ):
             raise ValueError(f"{name}: config.json does not describe a GPT-2")
         config = GPTConfig(
             seq_len=sizes["n_positions"],

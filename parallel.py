@@ -24,16 +24,31 @@ class Ranks:
 
     def sum(self, *values):
         """Each number (or one-element tensor) added up over all ranks, in float64; returns a list of floats."""
-        if self.world_size == 1:
-            return [float(value) for value in values]
-        total = torch.tensor([float(value) for value in values], dtype=torch.float64, device=self.device)
-        dist.all_reduce(total)
-        return total.tolist()
+        return self._reduce(values, dist.ReduceOp.SUM)
 
-    def wait(self):
-        """Wait until every rank has come here."""
-        if self.world_size > 1:
-            dist.barrier()
+    def min(self, value):
+        """The smallest of all ranks' numbers, as a float."""
+        return self._reduce([value], dist.ReduceOp.MIN)[0]
+
+    def _reduce(self, values, operation):
+        values = [float(value) for value in values]
+        if not dist.is_initialized():
+            return values
+        result = torch.tensor(values, dtype=torch.float64, device=self.device)
+        dist.all_reduce(result, operation)
+        return result.tolist()
+
+    def on_main(self, work):
+        """What work() returns on rank 0, None on the others, which wait for it. Its UserError ends every rank."""
+        result = error = None
+        if self.is_main:
+            try:
+                result = work()
+            except UserError as raised:
+                error = raised
+        if self.sum(error is not None)[0]:
+            raise error or UserError("rank 0 stopped")
+        return result
 
 
 def start(device_type):
@@ -51,6 +66,8 @@ def start(device_type):
     if device_type == "mps" and not mps:
         raise UserError("--device mps, but PyTorch sees no Apple GPU: use --device cpu")
     world_size = int(os.environ.get("WORLD_SIZE", 1))
+    if device_type == "mps" and world_size > 1:
+        raise UserError("several ranks cannot share an Apple GPU: start one process, or use --device cpu")
     rank = int(os.environ.get("RANK", 0))
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
     device = torch.device(device_type)

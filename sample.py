@@ -4,6 +4,7 @@ python sample.py CHECKPOINT --prompt "Hello, I'm a language model,"     # or a H
 """
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 import tyro
@@ -52,8 +53,8 @@ class Flags:
     """Choose among this many likeliest tokens; 0 is all."""
     seed: int = 42
     """Another seed, another text."""
-    device: str = "auto"
-    """auto, cuda, cpu or mps."""
+    device: Literal["auto", "cuda", "cpu", "mps"] = "auto"
+    """auto takes a GPU where there is one."""
 
 
 def main():

@@ -20,7 +20,7 @@ from cli import UserError, parse, run
 from config import DEMO, Config, resolve
 from data import Loader, TokenStream, open_shards
 from hellaswag import HellaSwag, load_items
-from metrics import RunLog, environment, flops_per_token
+from metrics import RunLog, flops_per_token
 from model import GPT, GPTConfig
 from optim import accumulation_steps, learning_rate, make_optimizer
 from sample import sample
@@ -55,9 +55,7 @@ def main():
     # Data
 
     if config.demo:
-        if ranks.is_main:
-            demo.make_data(config.data_dir)
-        ranks.wait()
+        ranks.on_main(lambda: demo.make_data(config.data_dir))
     train_stream = TokenStream(open_shards(config.data_dir, "train"), config.seed, config.shuffle)
     val_stream = TokenStream(open_shards(config.data_dir, "val"))
     if val_stream.total <= T:
@@ -65,6 +63,7 @@ def main():
             f"{val_stream.total} validation tokens in {config.data_dir}: at least seq_len + 1 = {T + 1} are needed"
         )
     loader = Loader(train_stream, B, T, device, ranks.rank, ranks.world_size)
+    hellaswag = HellaSwag(load_items(config.hellaswag_data), T, rows=B) if config.hellaswag_every else None
 
     # ------------------------------------------------------------------------------------------------------------------
     # Model: `model` is the plain module, which is saved and sampled from; `forward` computes with the same weights
@@ -89,10 +88,8 @@ def main():
     # ------------------------------------------------------------------------------------------------------------------
     # The plan
 
-    hellaswag = None
-    if config.hellaswag_every:
-        hellaswag = HellaSwag(load_items(config.hellaswag_data), T, rows=B)
-    log = RunLog(config, device, ranks.world_size, flops_per_token(model, T)) if ranks.is_main else None
+    # rank 0 alone keeps the log
+    log = ranks.on_main(lambda: RunLog(config, device, ranks.world_size, flops_per_token(model, T)))
     if log:
         print_plan(config, reasons, model, ranks, train_stream, val_stream, hellaswag, log)
 
@@ -130,9 +127,9 @@ def main():
             where = checkpoint.save(
                 log.folder / f"checkpoint_{step:06d}",
                 model,
-                dict(step=step, tokens=tokens, loader=loader.state(), config=vars(config), **environment(device)),
+                dict(step=step, tokens=tokens, loader=loader.state(), run=log.facts),
             )
-            print(f"step {step:5d}/{config.max_steps} | checkpoint {where}", flush=True)
+            print(f"step {step:5d}/{config.max_steps} | checkpoint {where}")
 
         if last:
             break
@@ -174,16 +171,13 @@ def main():
     # Goodbye
 
     if log:
-        log.close()
         if len(val_losses) > 1:
             print(f"validation loss {val_losses[0]:.4f} -> {val_losses[-1]:.4f} in {step} steps, {tokens:,} tokens")
         print(f"log: {log.folder}/ (log.txt, metrics.jsonl, config.json); watch: {log.where_to_watch()}")
         if config.demo:
-            print(
-                "Next: `python fineweb.py` makes real data, then `python train_gpt2.py` trains GPT-2 124M on it; ",
-                end="",
-            )
-            print("`python train_gpt2.py --help` lists the flags")
+            print("Next: `python fineweb.py` makes real data, then `python train_gpt2.py` trains GPT-2 124M on it.")
+            print("`python train_gpt2.py --help` lists the flags.")
+        log.close()
     parallel.stop()
 
 
@@ -211,9 +205,10 @@ def validation_loss(losses_of, stream, config, ranks):
 
 def print_plan(config, reasons, model, ranks, train_stream, val_stream, hellaswag, log):
     """What is about to run, before it does."""
-    facts = environment(ranks.device)
+    facts = log.facts
     accumulated = accumulation_steps(config.batch_warmup_steps, config, ranks.world_size)
-    total = config.max_steps * config.total_batch_size
+    micro_steps = sum(accumulation_steps(step, config, ranks.world_size) for step in range(config.max_steps))
+    total = micro_steps * config.micro_batch_size * config.seq_len * ranks.world_size
     switches = {name: getattr(config, name) for name in ("tf32", "compile", "flash", "pad_vocab", "fused_adamw")}
     switches[f"autocast {config.autocast}"] = config.autocast != "off"
     off = ", ".join(name.removesuffix(" off") for name, on in switches.items() if not on)

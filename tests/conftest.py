@@ -79,11 +79,11 @@ def train(command, corpus, tmp_path):
     drop: flags of TINY to leave out. fails=True expects no run, and returns the finished process.
     """
 
-    def call(name, *args, drop="", fails=False, **kwargs):
+    def call(name, *args, drop="", fails=False, script="train_gpt2.py", **kwargs):
         flags = list(TINY)
         for flag in drop.split():
             del flags[flags.index(flag) : flags.index(flag) + 2]
-        done = command("train_gpt2.py", *flags, "--data_dir", corpus, "--run_name", name, *args, **kwargs)
+        done = command(script, *flags, "--data_dir", corpus, "--run_name", name, *args, **kwargs)
         if fails:
             return done
         assert done.returncode == 0, done.stdout + done.stderr

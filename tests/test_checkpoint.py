@@ -51,6 +51,10 @@ def damage(folder, how):
         (folder / "config.json").write_text((folder / "config.json").read_text().replace('"n_embd": 8', '"n_embd": 16'))
     elif how == "not a GPT-2":
         (folder / "config.json").write_text('{"model_type": "llama"}')
+    elif how == "a list":
+        (folder / "config.json").write_text("[]")
+    elif how == "other vocabulary":
+        GPT(GPTConfig(seq_len=8, vocab_size=100, n_layer=1, n_head=1, n_embd=8)).save_pretrained(folder)
     elif how == "not json":
         (folder / "config.json").write_text("{")
     elif how == "a file":
@@ -58,7 +62,10 @@ def damage(folder, how):
     return folder
 
 
-@pytest.mark.parametrize("how", ["truncated", "missing weights", "other sizes", "not a GPT-2", "not json", "a file"])
+@pytest.mark.parametrize(
+    "how",
+    ["truncated", "missing weights", "other sizes", "not a GPT-2", "not json", "a file", "a list", "other vocabulary"],
+)
 def test_damage_is_said_in_one_line(tmp_path, how):
     checkpoint.save(tmp_path / "c", tiny(), {})
     with pytest.raises(UserError) as error:

@@ -76,6 +76,11 @@ def test_without_a_compiler_it_runs_uncompiled(monkeypatch):
         ("--seq_len 1024", 1, dict(init_from="gpt2", seq_len=2048)),
         ("--init_from", 1, dict(init_from="gpt2", model="gpt2-xl")),
         ("--max_steps 0", 1, dict(max_steps=0)),
+        ("--n_layer 0", 1, dict(n_layer=0)),
+        ("--seed -1", 1, dict(seed=-1)),
+        ("--lr -1", 1, dict(lr=-1)),
+        ("--grad_clip -1", 1, dict(grad_clip=-1)),
+        ("--beta2 1", 1, dict(beta2=1)),
         ("--seq_len -1", 1, dict(seq_len=-1)),
     ],
 )
@@ -83,6 +88,16 @@ def test_flags_that_contradict_each_other(words, world_size, flags):
     with pytest.raises(UserError) as error:
         resolved(world_size, **flags)
     assert words in str(error.value) and "\n" not in str(error.value)
+
+
+def test_a_batch_that_cannot_grow_is_noted():
+    _, why = resolved(micro_batch_size=8, total_batch_size=8192, batch_warmup_steps=10)
+    assert "batch_warmup_steps has nothing to do" in why
+
+
+def test_every_rank_takes_the_smallest_micro_batch(monkeypatch):
+    monkeypatch.setattr(Ranks, "min", lambda self, value: value / 2)  # another rank has less room
+    assert resolved(world_size=2, device="mps", seq_len=128)[0].micro_batch_size == 4
 
 
 def test_the_demo_is_small():

@@ -10,6 +10,9 @@ from safetensors.torch import load_file
 from test_hellaswag import make_items
 from transformers import GPT2LMHeadModel
 
+import checkpoint
+from data import open_shards
+
 EVALUATE = "--val_every 2 --hellaswag_every 2 --sample_every 2 --checkpoint_every 2 --val_steps 1".split()
 
 
@@ -48,19 +51,23 @@ def test_everything_runs_in_a_compiled_run(train, hellaswag_file):
     assert logged(run) == pytest.approx(logged(plain), rel=0.005)
     assert logged(run, "val") == pytest.approx(logged(plain, "val"), rel=0.005)
     assert len(logged(run, "val")) == len(logged(run, "hella")) == 3
+    assert logged(run, "hella") == [row["hellaswag_acc_norm"] for row in metrics(run) if "hellaswag_acc" in row]
     output = (run / "output.txt").read_text()
     assert output.count("sample 0: Hello, I'm a language model,") == 2
     assert output.count("Recompiling function forward") == 2  # from training to validation, and on to HellaSwag
     assert [path.name for path in sorted(run.glob("checkpoint_*"))] == ["checkpoint_000002", "checkpoint_000004"]
 
 
-def test_each_optimization_leaves_the_losses_alone(train):
+def test_each_optimization_leaves_the_losses_alone(train, tmp_path):
     plain = logged(train("plain", "--no_flash", "--no_pad_vocab", "--no_fused_adamw", "--no_tf32"))
     for flag in ("--flash", "--pad_vocab", "--fused_adamw"):
         off = [f"--no_{name}" for name in ("flash", "pad_vocab", "fused_adamw", "tf32") if f"--{name}" != flag]
         assert logged(train(flag.strip("-"), *off)) == pytest.approx(plain, abs=5e-6), flag
     assert logged(train("bf16", "--autocast", "bf16")) == pytest.approx(plain, rel=0.002)
-    assert logged(train("fp16", "--autocast", "fp16")) == pytest.approx(plain, rel=0.002)
+    fp16 = train("fp16", "--autocast", "fp16")
+    assert logged(fp16) == pytest.approx(plain, rel=0.002)
+    norms = [[row["grad_norm"] for row in metrics(run) if "lr" in row] for run in (fp16, tmp_path / "log" / "plain")]
+    assert norms[0] == pytest.approx(norms[1], rel=0.01)  # unscaled before they are clipped
 
 
 def test_it_learns(train, tmp_path):
@@ -69,15 +76,61 @@ def test_it_learns(train, tmp_path):
     assert logged(run)[0] > 10.7 and logged(run)[-1] < 7
 
 
-def test_the_same_seed_is_the_same_run(train):
-    one, two, other = train("one"), train("two"), train("other", "--seed", 7)
+def test_the_seed_fixes_weights_and_order(train):
+    one, two, other = train("one", "--checkpoint_every", 3), train("two"), train("other", "--seed", 7)
     assert (one / "log.txt").read_text() == (two / "log.txt").read_text() != (other / "log.txt").read_text()
-    ordered = train("ordered", "--no_shuffle")
-    assert logged(ordered) != logged(one)
+    same_start = dict(drop="--n_layer --n_head --n_embd")
+    flags = ["--init_from", one / "checkpoint_000003"]
+    orders = [["--seed", 1], ["--seed", 2], ["--no_shuffle"]]
+    losses = {tuple(logged(train(f"order{i}", *flags, *order, **same_start))) for i, order in enumerate(orders)}
+    assert len(losses) == 3
+    assert not (one / "checkpoint_000003.unfinished").exists()
+
+
+def test_validation_is_the_mean_over_its_tokens(train, corpus):
+    """Also where the tokens do not fill the last micro-batch; --val_steps limits them."""
+    run = train("run", "--val_every", 3, "--val_steps", 1, "--checkpoint_every", 3, "--micro_batch_size", 8)
+    every = train("every", "--val_every", 3, "--val_steps", 20, "--checkpoint_every", 3, "--micro_batch_size", 8)
+    model = checkpoint.load_model(run / "checkpoint_000003")
+    tokens = torch.from_numpy(open_shards(corpus, "val")[0].astype("int64"))
+    for sequences, shown in [(8, run), (12, every)]:  # 256 tokens, and 384 of the 400
+        x = tokens[: sequences * 32].view(-1, 32)
+        y = tokens[1 : sequences * 32 + 1].view(-1, 32)
+        with torch.no_grad():
+            expected = sum(model(x[i : i + 1], y[i : i + 1]).item() for i in range(sequences)) / sequences
+        assert logged(shown, "val")[-1] == pytest.approx(expected, abs=1e-4)
+
+
+COUNT_REDUCTIONS = """
+import sys
+import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+import parallel, train_gpt2
+count = 0
+def hook(group, bucket):
+    global count
+    count += bucket.is_last()
+    return allreduce_hook(group, bucket)
+def wrap(model, ranks, wrap=parallel.wrap_ddp):
+    ddp = wrap(model, ranks)
+    ddp.register_comm_hook(None, hook)
+    return ddp
+parallel.wrap_ddp = wrap
+train_gpt2.main()
+print("reductions", count)
+"""
+
+
+def test_gradients_cross_once_a_step(train, tmp_path, monkeypatch):
+    (tmp_path / "count.py").write_text(COUNT_REDUCTIONS)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    run = train("count", "--micro_batch_size", 1, script=tmp_path / "count.py", ranks=2)  # 4 micro-batches a step
+    assert (run / "output.txt").read_text().count("reductions 3") == 2  # 3 steps, on each rank
 
 
 def test_recipe_flags_reach_the_step(train):
     run = train("recipe", "--warmup_steps", 2, "--max_steps", 4, "--batch_warmup_steps", 3, "--micro_batch_size", 2)
+    assert re.search("training +4 steps, 640 tokens", (run / "output.txt").read_text())
     rows = [row for row in metrics(run) if "lr" in row]
     assert [row["lr"] for row in rows] == pytest.approx([5e-4, 1e-3, 1e-3, 5.5e-4])
     assert [row["tokens"] for row in rows] == [64, 192, 384, 640]  # 1, 2, 3, 4 micro-batches of 64
@@ -120,6 +173,9 @@ def test_bad_runs_end_in_one_line(train, tmp_path):
     expect_error(train("x", "--data_dir", tmp_path, fails=True), "32 validation tokens", "33")
     train("taken")
     expect_error(train("taken", fails=True), "taken", "--run_name")
+    refused = train("taken", fails=True, ranks=2)  # an error of rank 0 alone ends the others without a word
+    assert refused.returncode == 1 and refused.stderr.count("already holds a run") == 1
+    assert refused.stderr.count("Traceback") == 1  # torchrun's own
     expect_error(train("x", "--micro_batch_size", 3, fails=True), "--micro_batch_size 2", "--total_batch_size 192")
     expect_error(train("x", "--hellaswag_every", 1, "--hellaswag_data", "no.jsonl", fails=True), "no.jsonl")
     expect_error(
@@ -131,11 +187,12 @@ def test_bad_runs_end_in_one_line(train, tmp_path):
     expect_error(train("x", "--init_from", "no/such/folder", drop="--n_layer --n_head --n_embd", fails=True), "no/such")
 
 
-def test_the_demo(command, tmp_path):
+def test_the_demo(command, corpus, tmp_path):
     done = command("train_gpt2.py", "--demo", "--max_steps", 3, "--val_steps", 1, "--wandb", "disabled")
     assert done.returncode == 0, done.stderr
     assert re.search(r"validation loss 10\.\d+ -> 10\.\d+ in 3 steps", done.stdout)
     assert "sample 3: Hello" in done.stdout and "python fineweb.py" in done.stdout
+    expect_error(command("train_gpt2.py", "--demo", "--data_dir", "corpus"), "corpus already holds 4 other shards")
     train_shard, val_shard = sorted((tmp_path / "demo_data").glob("*.npy"))
     assert train_shard.stat().st_size > 5 * val_shard.stat().st_size > 50_000
 

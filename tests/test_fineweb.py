@@ -84,8 +84,15 @@ def test_what_goes_wrong_is_said_in_one_line(command, tmp_path):
     total = len(plain_tokens(TEXTS))
     too_small = command("fineweb.py", "--input", "docs.parquet")
     expect_error(too_small, f"{total:,} tokens", f"--shard_size {total // 10}")
+    exact = command("fineweb.py", "--input", "docs.parquet", "--shard_size", total)
+    expect_error(exact, "--shard_size")
+    assert not list(tmp_path.rglob("*.npy"))  # so that the same command with the advice works
     expect_error(command("fineweb.py", "--input", "nothing*.parquet"), "nothing*.parquet", "no such files")
     expect_error(command("fineweb.py", "--input", "other.parquet"), "no column named text", "words")
     expect_error(command("fineweb.py", "--input", "broken.parquet"), "broken.parquet", "cannot read")
     expect_error(command("fineweb.py", "--input", "docs.parquet", "--shard_size", 0), "--shard_size 0")
+    expect_error(
+        command("fineweb.py", "--input", "docs.parquet", "--max_tokens", 50), "--max_tokens 50", "--shard_size"
+    )
+    expect_error(command("fineweb.py", "--input", "docs.parquet", "--out", "docs.parquet"), "docs.parquet", "--out")
     expect_error(command("fineweb.py"), "cannot read FineWeb-Edu", "--input")

@@ -126,7 +126,16 @@ def test_environment_and_peaks():
         ("NVIDIA H100 PCIe", 756),
         ("NVIDIA A100-SXM4-80GB", 312),
     ]
-    + [("NVIDIA L40S", 362), ("NVIDIA L4", 121), ("Tesla T4", 65), ("NVIDIA H20", 148), ("Some GPU", None)],
+    + [
+        ("NVIDIA L40S", 362),
+        ("NVIDIA L4", 121),
+        ("Tesla T4", 65),
+        ("NVIDIA H20", 148),
+        ("NVIDIA L40", 181),
+        ("T400", None),
+        ("NVIDIA GB200", None),
+        ("Some GPU", None),
+    ],
 )
 def test_peak_by_name(monkeypatch, name, peak):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)

@@ -39,7 +39,7 @@ def hugging_face_model():
     model = GPT2LMHeadModel(GPT2Config(**sizes))
     with torch.no_grad():
         for parameter in model.parameters():  # biases too: at 0 they would hide a swap
-            parameter.normal_(std=0.1)
+            parameter.normal_(std=0.3)
     return model.eval()
 
 
@@ -51,7 +51,7 @@ def test_from_hugging_face(tmp_path, flash, pad_vocab):
     ours = GPT.from_pretrained(tmp_path, flash=flash, pad_vocab=pad_vocab)
     x, y = batch()
     expected = theirs(x, labels=x)
-    torch.testing.assert_close(ours(x), expected.logits, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(ours(x), expected.logits, rtol=1e-4, atol=2e-5)
     assert ours(x[:, :-1], x[:, 1:]).item() == pytest.approx(expected.loss.item(), rel=1e-5)
 
 
