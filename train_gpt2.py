@@ -76,7 +76,7 @@ def main():
     # compile: one pass over memory for a chain of element-wise operations, and no Python between kernels. Every shape
     # gets its own graph (dynamic=False): training, validation and HellaSwag have one each, and none is compiled twice.
     forward = torch.compile(model, dynamic=False) if config.compile else model
-    # ddp: every rank has all weights and a share of the batch; gradients are averaged while backward still runs
+    # ddp: every rank has all weights and a share of the batch; backward ends by averaging the gradients over the ranks
     train_forward = parallel.wrap_ddp(forward, ranks)
     optimizer = make_optimizer(model, config)
 
