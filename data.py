@@ -32,9 +32,11 @@ def open_shards(data_dir, split):
             "or try everything on a small corpus with `python train_gpt2.py --demo`"
         )
     # a mapped file is an open file: FineWeb-Edu 100BT has as many as the usual limit of 1,024
+    needed = len(paths) + 512
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != hard:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    if soft < needed and soft != resource.RLIM_INFINITY:
+        soft = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     return [open_shard(path) for path in paths]
 
 
