@@ -1,4 +1,4 @@
-"""Checkpoints: a Hugging Face folder (config.json, model.safetensors) with training.json beside them."""
+"""Checkpoints: a Hugging Face folder (config.json, model.safetensors, the tokenizer) with a training.json of ours."""
 
 import json
 import os
@@ -9,7 +9,7 @@ from safetensors import SafetensorError
 
 from cli import UserError
 from model import GPT
-from tokenizer import VOCAB_SIZE
+from tokenizer import VOCAB_SIZE, save_tokenizer
 
 
 def save(folder, model, training):
@@ -20,6 +20,7 @@ def save(folder, model, training):
         shutil.rmtree(unfinished)
     unfinished.mkdir(parents=True)
     model.save_pretrained(unfinished)
+    save_tokenizer(unfinished)
     (unfinished / "training.json").write_text(json.dumps(training, indent=2) + "\n")
     for path in [*unfinished.iterdir(), unfinished]:
         flush_to_disk(path)
@@ -40,6 +41,8 @@ def load_model(name, **options):
 
     Raises UserError when there is none.
     """
+    if checkpoints := sorted(Path(name).glob("checkpoint_*")):
+        raise UserError(f"{name} is a run's folder: give one of its checkpoints, such as {checkpoints[-1]}")
     try:
         model = GPT.from_pretrained(name, **options)
     except (OSError, ValueError, KeyError, SafetensorError) as error:

@@ -33,7 +33,7 @@ def parse(config_type, default=None):
 
 
 def run(main):
-    """Call main(). A UserError ends the program with one line on standard error and exit code 1."""
+    """Call main(). A UserError ends the program with one line on standard error and exit code 1; Ctrl-C with 130."""
     sys.stdout.reconfigure(line_buffering=True)  # a line is seen when it is printed, also through a pipe
     try:
         main()
@@ -44,3 +44,6 @@ def run(main):
             time.sleep(5)
         print(f"error{f' (rank {rank})' if rank else ''}: {error}", file=sys.stderr, flush=True)
         sys.exit(1)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        sys.exit(130)  # 128 + SIGINT, as shells count

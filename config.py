@@ -97,7 +97,7 @@ class Config:
     """Steps in which the batch grows from one micro-batch a device to its full size, as GPT-3's did; 0 is off."""
 
     val_every: int = 250
-    """Steps between validations; 0 is off. Like the three below, also done after the last step."""
+    """Steps between validations; 0 is off. These, HellaSwag, samples and checkpoints also come after the last step."""
     val_steps: int = 20
     """Validate on this many times total_batch_size tokens, or all there are."""
     hellaswag_every: int = 250
@@ -184,15 +184,18 @@ def resolve(config, ranks, pretrained=None):
     elif new.total_batch_size % (new.micro_batch_size * share):
         sequences = new.total_batch_size // share
         fits = [b for b in range(1, sequences + 1) if new.total_batch_size % (b * share) == 0]
-        below, above = multiples_around(new.total_batch_size, new.micro_batch_size * share)
+        nearest = nearest_multiples(new.total_batch_size, new.micro_batch_size * share)
         hint = f"--micro_batch_size {min(fits, key=lambda b: abs(b - new.micro_batch_size))} or " if fits else ""
         raise UserError(
             f"--total_batch_size {new.total_batch_size} is not a multiple of micro_batch_size {new.micro_batch_size} "
-            f"× seq_len {new.seq_len} × {ranks.world_size} ranks: try {hint}--total_batch_size {below or above} or "
-            f"{above}"
+            f"× seq_len {new.seq_len} × {ranks.world_size} ranks: try {hint}--total_batch_size {nearest}"
         )
     if new.batch_warmup_steps and new.total_batch_size == new.micro_batch_size * share:
         reasons.append("batch_warmup_steps has nothing to do: one micro-batch on each device is the full batch")
+    if new.warmup_steps >= new.max_steps:
+        reasons.append(
+            f"lr never gets to {new.lr:g}: its warm-up takes {new.warmup_steps} steps, the run {new.max_steps}"
+        )
     if new.run_name is None:
         kind = "demo" if new.demo else new.model if new.init_from == "scratch" else Path(new.init_from).name
         new.run_name = f"{kind}-{time.strftime('%Y%m%d-%H%M%S')}"
@@ -216,10 +219,10 @@ def check_bounds(config):
             raise UserError(f"--{name} {getattr(config, name)}: it must be at least 0 and below 1")
 
 
-def multiples_around(number, factor):
-    """The multiples of factor at or below, and above, number."""
+def nearest_multiples(number, factor):
+    """The multiples of factor below and above number, in words."""
     below = number // factor * factor
-    return below, below + factor
+    return f"{below} or {below + factor}" if below else str(factor)
 
 
 def fit_precision(config, device, reasons):
@@ -258,10 +261,10 @@ def choose_micro_batch_size(config, ranks):
     """
     share = config.seq_len * ranks.world_size
     if config.total_batch_size % share:
-        below, above = multiples_around(config.total_batch_size, share)
+        nearest = nearest_multiples(config.total_batch_size, share)
         raise UserError(
             f"--total_batch_size {config.total_batch_size} cannot be divided into sequences of {config.seq_len} tokens "
-            f"over {ranks.world_size} ranks: try {below or above} or {above}"
+            f"over {ranks.world_size} ranks: try {nearest}"
         )
     if ranks.device.type == "cuda":
         free = torch.cuda.mem_get_info(ranks.device)[0]

@@ -65,7 +65,8 @@ def read_documents(flags):
     except (OSError, ValueError) as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         where = f"--input {flags.input}" if flags.input else f"FineWeb-Edu {flags.subset} from the hub"
-        raise UserError(f"cannot read {where}: {reason}; local parquet files go in with --input") from error
+        hint = "" if flags.input else "; local parquet files go in with --input"
+        raise UserError(f"cannot read {where}: {reason}{hint}") from error
 
 
 def tokenize(texts):
@@ -143,7 +144,10 @@ def main():
         if (value := getattr(flags, name)) is not None and value < 1:
             raise UserError(f"--{name} {value}: it must be at least 1")
     if old := sorted(Path(flags.out).glob("*.npy")):
-        raise UserError(f"{flags.out} already holds {len(old)} shards: choose another --out, or delete them")
+        raise UserError(
+            f"{flags.out} already holds {len(old)} shards, perhaps of a run that did not finish: "
+            "choose another --out, or delete them"
+        )
     if flags.max_tokens is not None and flags.max_tokens <= flags.shard_size:
         raise UserError(
             f"--max_tokens {flags.max_tokens}: the validation shard would take them all; use a --shard_size below, "
@@ -159,8 +163,9 @@ def main():
     with tqdm(total=expected, unit="tok", unit_scale=True, desc=flags.out, mininterval=0.5) as bar:
         for size in write_shards(pieces, flags.out, flags.shard_size):
             bar.update(size)
-    shards = sorted(Path(flags.out).glob("*.npy"))
-    print(f"{len(shards)} shards in {flags.out}: 1 for validation, {len(shards) - 1} for training")
+    shards = len(list(Path(flags.out).glob("*.npy")))
+    print(f"{bar.n:,} tokens in {flags.out}: 1 validation shard, {shards - 1} training shards")
+    print(f"Next: python train_gpt2.py{'' if flags.out == 'edu_fineweb10B' else f' --data_dir {flags.out}'}")
 
 
 if __name__ == "__main__":

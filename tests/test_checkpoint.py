@@ -3,12 +3,13 @@ import json
 import pytest
 import torch
 from conftest import expect_error
+from transformers import AutoTokenizer
 
 import checkpoint
 from cli import UserError
 from model import GPT, GPTConfig
 from sample import sample
-from tokenizer import VOCAB_SIZE
+from tokenizer import END_OF_TEXT, VOCAB_SIZE, get_tokenizer
 
 
 def tiny(n_embd=16):
@@ -20,6 +21,10 @@ def test_what_is_saved_comes_back(tmp_path):
     model = tiny()
     folder = checkpoint.save(tmp_path / "checkpoint_000007", model, dict(step=7))
     assert json.loads((folder / "training.json").read_text()) == dict(step=7)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    assert tokenizer.encode("Hello world") == get_tokenizer().encode_ordinary("Hello world")
+    assert (tokenizer.eos_token_id, len(tokenizer)) == (END_OF_TEXT, VOCAB_SIZE)
+    assert all(path.stat().st_mode & 0o044 for path in folder.iterdir())  # others may read it
     x = torch.randint(VOCAB_SIZE, (2, 16))
     assert torch.equal(checkpoint.load_model(folder)(x), model(x))
     torch.testing.assert_close(checkpoint.load_model(folder, flash=False, pad_vocab=False)(x), model(x))
@@ -86,8 +91,10 @@ def test_samples_start_with_the_prompt_and_end_at_a_documents_end(monkeypatch):
 
 def test_the_command_and_its_errors(command, tmp_path):
     checkpoint.save(tmp_path / "c", tiny(), {})
+    checkpoint.save(tmp_path / "checkpoint_000009", tiny(), {})
     done = command("sample.py", "c", "--prompt", "Once upon", "--count", 2, "--max_new_tokens", 5, "--device", "cpu")
     assert done.returncode == 0 and done.stdout.count("Once upon") == 2, done.stderr
+    expect_error(command("sample.py", ".", "--device", "cpu"), "run's folder", "checkpoint_000009")
     expect_error(command("sample.py", "c", "--temperature", -1, "--device", "cpu"), "--temperature")
     expect_error(command("sample.py", "some-name-that-is-not-there", "--device", "cpu"), "some-name-that-is-not-there")
     expect_error(command("sample.py", "c", "--tempreature", 1), "--tempreature", "--temperature")

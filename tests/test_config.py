@@ -90,7 +90,8 @@ def test_flags_that_contradict_each_other(words, world_size, flags):
     assert words in str(error.value) and "\n" not in str(error.value)
 
 
-def test_a_batch_that_cannot_grow_is_noted():
+def test_what_has_no_effect_is_noted():
+    assert "lr never gets to" in resolved(max_steps=715)[1] and "lr never" not in resolved(max_steps=716)[1]
     _, why = resolved(micro_batch_size=8, total_batch_size=8192, batch_warmup_steps=10)
     assert "batch_warmup_steps has nothing to do" in why
 

@@ -65,7 +65,7 @@ def test_the_command(command, tmp_path):
         write_parquet(tmp_path / f"part{i}.parquet", TEXTS[i * 40 : (i + 1) * 40])
     done = command("fineweb.py", "--input", "part*.parquet", "--out", "shards", "--shard_size", 1000)
     assert done.returncode == 0, done.stderr
-    assert "1 for validation" in done.stdout
+    assert "1 validation shard" in done.stdout and "train_gpt2.py --data_dir shards" in done.stdout
     shards = [*open_shards(tmp_path / "shards", "val"), *open_shards(tmp_path / "shards", "train")]
     assert np.array_equal(np.concatenate(shards), plain_tokens(TEXTS))
     again = command("fineweb.py", "--input", "part*.parquet", "--out", "shards", "--shard_size", 1000)
