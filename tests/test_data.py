@@ -125,12 +125,13 @@ def bad_shards(folder):
     yield "int64", lambda: np.save(path, good.astype(np.int64))
     yield "(10, 10)", lambda: np.save(path, good.reshape(10, 10))
     yield "not empty", lambda: np.save(path, good[:0])
+    yield "cannot read", lambda: path.mkdir()
     yield "not a shard", lambda: path.write_bytes(b"hello")
     yield "not a shard", lambda: path.write_bytes(b"")
     yield "not a shard", lambda: (np.save(path, good), path.write_bytes(path.read_bytes()[:150]))
 
 
-@pytest.mark.parametrize("case", range(7))
+@pytest.mark.parametrize("case", range(8))
 def test_bad_shards_are_named(tmp_path, case):
     words, make = list(bad_shards(tmp_path))[case]
     make()

@@ -104,6 +104,7 @@ def test_the_command_and_its_errors(command, tmp_path):
     done = command("hellaswag.py", tmp_path, "--data", good, "--device", "cpu")
     assert done.returncode == 0 and "6 items: acc 0." in done.stdout, done.stderr
     expect_error(command("hellaswag.py", tmp_path, "--data", "nothing.jsonl", "--device", "cpu"), "nothing.jsonl")
+    expect_error(command("hellaswag.py", tmp_path, "--data", good, "--limit", 0), "--rows and --limit")
     expect_error(command("hellaswag.py", "nothing/here/x", "--data", good, "--device", "cpu"), "nothing/here/x", "gpt2")
 
 

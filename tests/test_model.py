@@ -61,7 +61,9 @@ def test_to_hugging_face(tmp_path, pad_vocab):
     ours.save_pretrained(tmp_path)
     theirs = GPT2LMHeadModel.from_pretrained(tmp_path).eval()
     x, _ = batch()
-    torch.testing.assert_close(theirs(x).logits, ours(x), rtol=1e-4, atol=1e-5)
+    expected = theirs(x, labels=x)
+    torch.testing.assert_close(expected.logits, ours(x), rtol=1e-4, atol=1e-5)
+    assert ours(x[:, :-1], x[:, 1:]).item() == pytest.approx(expected.loss.item(), rel=1e-5)
 
 
 def test_saved_weights_come_back_bit_for_bit(tmp_path):

@@ -1,0 +1,35 @@
+import pytest
+import torch
+
+import parallel
+from cli import UserError
+
+
+def start(monkeypatch, device, gpus=0, mps=False, **environment):
+    for name, value in environment.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: mps)
+    return parallel.start(device)
+
+
+def test_auto_takes_the_cpu_where_there_is_nothing_else(monkeypatch):
+    ranks = start(monkeypatch, "auto")
+    assert (ranks.rank, ranks.world_size, ranks.device) == (0, 1, torch.device("cpu"))
+    assert ranks.sum(1, torch.tensor(2.5)) == [1.0, 2.5] and ranks.min(3) == 3.0
+
+
+@pytest.mark.parametrize(
+    "words, device, machine",
+    [
+        ("--device cuda, but PyTorch sees no GPU", "cuda", {}),
+        ("--device mps, but PyTorch sees no Apple GPU", "mps", {}),
+        ("several ranks cannot share an Apple GPU", "auto", dict(mps=True, WORLD_SIZE=2)),
+        ("use --nproc_per_node=2", "cuda", dict(gpus=2, WORLD_SIZE=3, RANK=2, LOCAL_RANK=2)),
+    ],
+)
+def test_devices_that_are_not_there(monkeypatch, words, device, machine):
+    with pytest.raises(UserError) as error:
+        start(monkeypatch, device, **machine)
+    assert words in str(error.value) and "\n" not in str(error.value)
