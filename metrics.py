@@ -64,7 +64,7 @@ def environment(device):
     """Versions, hardware and git commit, for whoever reads the run later."""
     try:
         git = subprocess.run(["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True)
-        commit = git.stdout.strip() or None  # none: not a checkout
+        commit = git.stdout.strip() if git.returncode == 0 else None  # none: not a checkout
     except FileNotFoundError:
         commit = None  # git is not installed
     gpu = device.type == "cuda"

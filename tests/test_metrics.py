@@ -1,9 +1,11 @@
 import json
 import math
+import subprocess
 
 import pytest
 import torch
 
+import metrics
 from cli import UserError
 from config import Config
 from metrics import RunLog, duration, environment, flops_per_token, peak_tflops
@@ -116,6 +118,13 @@ def test_environment_and_peaks():
     facts = environment(CPU)
     assert facts["torch"] == torch.__version__ and "cpu" in facts["hardware"]
     assert peak_tflops(CPU) is None
+
+
+def test_a_repository_without_commits_has_none(tmp_path, monkeypatch):
+    monkeypatch.setattr(metrics, "__file__", str(tmp_path / "metrics.py"))
+    assert environment(CPU)["git_commit"] is None
+    subprocess.run(["git", "init", "-q", tmp_path], check=True)
+    assert environment(CPU)["git_commit"] is None  # git says "HEAD" here, and fails
 
 
 @pytest.mark.parametrize(
