@@ -112,9 +112,23 @@ class Config:
     """auto is online where wandb is logged in, and offline otherwise."""
     wandb_project: str = "gpt2"
     """The project that runs go to on wandb."""
+    wandb_group: str | None = None
+    """A group of runs on wandb that this one belongs to."""
     peak_tflops: float | None = None
     """The device's dense bf16 peak, for MFU; known for common GPUs."""
 
+    ladder: bool = False
+    """Measure what each optimization buys: a short run with all of them off, then one more with each turned on."""
+    rungs: str = "all"
+    """The ladder's rungs, with commas, in the order to climb; a+b is one rung that turns on both. What isn't named
+    stays off. There are tf32, bf16, compile, flash, pad_vocab, fused_adamw, recipe, accumulation, micro_batch, ddp."""
+    ladder_steps: int = 20
+    """Steps that are measured on each rung, and in each cell of a sweep, after a few that warm up."""
+    profile: int = 0
+    """Trace this many steps with PyTorch's profiler, once the first are over, and print where their time went."""
+
+
+PROFILE_AFTER = 5  # steps that --profile lets pass: compilation, the allocator's growth, the clock's settling
 
 # A small model that learns something on two CPU cores within two minutes. Nearly all of its time goes into the
 # vocabulary of 50257, so micro-batches are small enough for their logits to stay in the cache.
@@ -138,6 +152,28 @@ DEMO = Config(
 )
 
 
+def defaults(arguments):
+    """The defaults that a command line asks for: DEMO for --demo, and for a --ladder without a GPU and without data."""
+    if "--demo" in arguments:
+        return dataclasses.replace(DEMO, compile="--ladder" in arguments)
+    given = {argument.split("=")[0] for argument in arguments}
+    if "--ladder" in arguments and not {"--data_dir", "--device"} & given and not torch.cuda.is_available():
+        return dataclasses.replace(DEMO, compile=True)
+    return Config()
+
+
+def flags(config):
+    """The command line, as a list, that parses into this config."""
+    base = dataclasses.asdict(DEMO if config.demo else Config())
+    result = ["--demo"] if config.demo else []
+    for name, default in base.items():
+        value = getattr(config, name)
+        if value == default or value is None:
+            continue
+        result += [f"--{name}" if value else f"--no_{name}"] if isinstance(default, bool) else [f"--{name}", str(value)]
+    return result
+
+
 def resolve(config, ranks, pretrained=None):
     """Fill in what follows from the other flags and the device, and check that it all fits together.
 
@@ -149,6 +185,11 @@ def resolve(config, ranks, pretrained=None):
     reasons = []
 
     check_bounds(new)
+    if new.profile and new.max_steps < PROFILE_AFTER + new.profile:
+        raise UserError(
+            f"--profile {new.profile} starts after {PROFILE_AFTER} steps: "
+            f"use --max_steps {PROFILE_AFTER + new.profile} or more"
+        )
     if new.init_from == "scratch":
         for name, of_size in zip(("n_layer", "n_head", "n_embd"), SIZES[new.model]):
             if getattr(new, name) is None:
@@ -205,8 +246,8 @@ def resolve(config, ranks, pretrained=None):
 def check_bounds(config):
     """Raises UserError for a number that no run can have."""
     lowest = dict.fromkeys(("n_layer", "n_head", "n_embd", "seq_len", "micro_batch_size", "total_batch_size"), 1)
-    lowest |= dict.fromkeys(("max_steps", "val_steps"), 1)
-    lowest |= dict.fromkeys(("val_every", "hellaswag_every", "sample_every", "checkpoint_every", "seed"), 0)
+    lowest |= dict.fromkeys(("max_steps", "val_steps", "ladder_steps"), 1)
+    lowest |= dict.fromkeys(("val_every", "hellaswag_every", "sample_every", "checkpoint_every", "seed", "profile"), 0)
     lowest |= dict.fromkeys(
         ("lr", "min_lr_ratio", "warmup_steps", "weight_decay", "grad_clip", "batch_warmup_steps"), 0
     )

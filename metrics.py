@@ -5,6 +5,7 @@ import math
 import os
 import platform
 import re
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -50,6 +51,14 @@ def flops_per_token(model, seq_len):
     return 6 * model.num_params() + 12 * c.n_layer * c.n_embd * seq_len
 
 
+def peak_memory(device):
+    """The most memory this process has held so far in GB (2**30): what PyTorch allocated on a GPU, else resident."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**30
+    # in bytes on macOS, in units of 1024 elsewhere (getrusage(2))
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**30 if sys.platform == "darwin" else 2**20)
+
+
 def duration(seconds):
     """A time to go, in two units: 4h52m, 3m10s."""
     seconds = int(seconds)
@@ -89,6 +98,7 @@ class RunLog:
     def __init__(self, config, device, world_size, flops_per_token):
         """Raises UserError when the run's folder already holds a run or cannot be written."""
         self.config = config
+        self.device = device
         self.flops_per_token = flops_per_token
         peak = config.peak_tflops or peak_tflops(device)
         self.peak_flops = peak and peak * 1e12 * world_size
@@ -130,6 +140,7 @@ class RunLog:
                 self.wandb = wandb.init(
                     project=self.config.wandb_project,
                     name=self.config.run_name,
+                    group=self.config.wandb_group,
                     mode=mode,
                     dir=self.folder,
                     config=self.facts,
@@ -176,6 +187,7 @@ class RunLog:
         )
         self.log_txt.write(f"{step} train {loss:.6f}\n")
         values = dict(train_loss=loss, lr=lr, grad_norm=grad_norm, step_ms=seconds * 1000, tokens_per_sec=rate, mfu=mfu)
+        values["peak_gb"] = peak_memory(self.device)
         if loss_scale is not None:
             values["loss_scale"] = loss_scale
         self._record(step, tokens, values)

@@ -2,6 +2,7 @@
 
     python train_gpt2.py --demo                                       # a few minutes, on anything
     python train_gpt2.py                                              # one GPU
+    python train_gpt2.py --ladder                                     # what each optimization buys here
     torchrun --standalone --nproc_per_node=8 train_gpt2.py            # eight
 
 Every optimization is a flag: see --help. The plan is printed before the first step; then one line a step.
@@ -15,12 +16,14 @@ import torch
 
 import checkpoint
 import demo
+import ladder
 import parallel
+import profiler
 from cli import UserError, parse, run
-from config import DEMO, Config, resolve
+from config import Config, defaults, resolve
 from data import Loader, TokenStream, open_shards
 from hellaswag import HellaSwag, load_items
-from metrics import RunLog, flops_per_token
+from metrics import RunLog, flops_per_token, peak_memory
 from model import GPT, GPTConfig
 from optim import accumulation_steps, learning_rate, make_optimizer
 from sample import sample
@@ -32,7 +35,9 @@ def main():
     # ------------------------------------------------------------------------------------------------------------------
     # Flags, ranks, device
 
-    config = parse(Config, default=DEMO if "--demo" in sys.argv else None)
+    config = parse(Config, default=defaults(sys.argv))
+    if config.ladder:
+        return ladder.climb(config)
     ranks = parallel.start(config.device)
     options = dict(flash=config.flash, pad_vocab=config.pad_vocab)
     model = None if config.init_from == "scratch" else checkpoint.load_model(config.init_from, **options)
@@ -92,6 +97,7 @@ def main():
     log = ranks.on_main(lambda: RunLog(config, device, ranks.world_size, flops_per_token(model, T)))
     if log:
         print_plan(config, reasons, model, ranks, train_stream, val_stream, hellaswag, log)
+    tracer = profiler.start(config, model.config, log) if log and config.profile else None
 
     # ------------------------------------------------------------------------------------------------------------------
     # The loop
@@ -166,6 +172,8 @@ def main():
             seconds_left = (end - clock[0]) / steps_timed * (config.max_steps - step - 1) if steps_timed else None
             scale = scaler.get_scale() if scaler.is_enabled() else None
             log.train_step(step, tokens, loss, lr, norm.item(), end - start, step_tokens, seconds_left, scale)
+        if tracer:
+            tracer.step()
 
     # ------------------------------------------------------------------------------------------------------------------
     # Goodbye
@@ -173,6 +181,7 @@ def main():
     if log:
         if len(val_losses) > 1:
             print(f"validation loss {val_losses[0]:.4f} -> {val_losses[-1]:.4f} in {step} steps, {tokens:,} tokens")
+        print(f"peak memory {peak_memory(device):.2f} GB")
         print(f"log: {log.folder}/ (log.txt, metrics.jsonl, config.json); watch: {log.where_to_watch()}")
         if config.demo:
             print("Next: `python fineweb.py` makes real data, then `python train_gpt2.py` trains GPT-2 124M on it.")

@@ -1,0 +1,136 @@
+"""The figures: the ladder, a sweep's heat map, the roofline. Each writes one PNG."""
+
+INK, MUTED, RULE = "#1f2328", "#6a737d", "#d8dee4"
+SPEED, MEMORY = "#2f6fbb", "#c77d2e"
+HEAT = "Blues"
+
+
+def new_figure(width, height, columns=1, **options):
+    """A figure of width × height inches with a row of axes, in one style."""
+    from matplotlib.figure import Figure  # half a second that training need not wait for
+
+    figure = Figure(figsize=(width, height), dpi=160, layout="constrained")
+    axes = figure.subplots(1, columns, squeeze=False, **options)[0]
+    for ax in axes:
+        ax.spines[["top", "right"]].set_visible(False)
+        ax.spines[["left", "bottom"]].set_color(RULE)
+        ax.tick_params(colors=INK, length=0, labelsize=9)
+    return figure, axes
+
+
+def thousands(value):
+    """A rate in a few characters: 527k, 1.05M."""
+    if value < 1e3:
+        return f"{value:.0f}"
+    return f"{value / 1e3:.{0 if value >= 1e4 else 1}f}k" if value < 1e6 else f"{value / 1e6:.2f}M"
+
+
+def about(facts):
+    """Hardware, PyTorch and model in a line."""
+    model = "demo's small GPT-2" if facts["demo"] else facts["model"].replace("gpt2", "GPT-2")
+    return f"{model}, {facts['hardware']}, PyTorch {facts['torch']}"
+
+
+def ladder(results, path):
+    """Tokens/sec and peak memory by rung, the first on top. results: the ladder's rungs that are done."""
+    names = [result["rung"] for result in results]
+    figure, (speed, memory) = new_figure(
+        11, 1.5 + 0.42 * len(names), columns=2, sharey=True, gridspec_kw=dict(width_ratios=(2.6, 1))
+    )
+    places = range(len(names))
+    rates = [result["tokens_per_sec"] for result in results]
+    peaks = [result["peak_gb"] for result in results]
+    for ax, values, color, title in (
+        (speed, rates, SPEED, "tokens/sec, and × the first rung"),
+        (memory, peaks, MEMORY, "peak memory of a device, GB"),
+    ):
+        ax.barh(places, values, height=0.68, color=color)
+        ax.set_xlim(0, 1.22 * max(values))
+        ax.set_xticks([])
+        ax.spines["bottom"].set_visible(False)
+        ax.set_title(title, loc="left", fontsize=10, color=MUTED)
+        for place, value in enumerate(values):
+            text = f"{thousands(value)}   {value / values[0]:.1f} ×" if ax is speed else f"{value:.1f}"
+            ax.text(value + 0.012 * max(values), place, text, va="center", fontsize=9, color=INK)
+    speed.set_yticks(places, names)
+    speed.invert_yaxis()
+    figure.suptitle(
+        f"What each optimization buys: {about(results[0]['facts'])}", x=0.01, ha="left", fontsize=12, color=INK
+    )
+    figure.savefig(path)
+
+
+def heat_map(axes, results, path):
+    """Tokens/sec over a grid: the first axis left to right, all others together top to bottom; failures are named.
+
+    axes: {flag: values}; results: one for each cell, in itertools.product's order, as ladder.measure gives them.
+    """
+    (across, columns), *_ = axes.items()
+    rows = []
+    for result in results:
+        rest = {name: value for name, value in result["cell"].items() if name != across}
+        if rest not in rows:
+            rows.append(rest)
+    place = {}
+    for result in results:
+        rest = {name: value for name, value in result["cell"].items() if name != across}
+        place[rows.index(rest), columns.index(result["cell"][across])] = result
+    rates = {where: r["tokens_per_sec"] for where, r in place.items() if r["status"] == "done"}
+    best = max(rates.values())
+
+    figure, (ax,) = new_figure(3 + 1.5 * len(columns), 1.8 + 0.75 * len(rows))
+    grid = [[rates.get((y, x), float("nan")) for x in range(len(columns))] for y in range(len(rows))]
+    ax.imshow(grid, cmap=HEAT, vmin=0, vmax=1.15 * best, aspect="auto")
+    ax.set_facecolor("#f3f4f6")
+    for (y, x), result in place.items():
+        if result["status"] == "done":
+            rate = result["tokens_per_sec"]
+            text = f"{thousands(rate)}\n{rate / best:.2f} ×, {result['peak_gb']:.1f} GB"
+            ax.text(
+                x, y, text, ha="center", va="center", fontsize=10, color="white" if rate > 0.55 * best else INK,
+                fontweight="bold" if rate == best else "normal",
+            )  # fmt: skip
+        else:
+            reason = result["reason"] if len(result["reason"]) < 20 else result["status"]
+            ax.text(x, y, reason.replace("of ", "of\n"), ha="center", va="center", fontsize=9, color=MUTED)
+    words = {True: "on", False: "off"}
+    ax.set_xticks(range(len(columns)), [str(words[v] if isinstance(v, bool) else v) for v in columns])
+    ax.set_xlabel(across, color=INK)
+    labels = [", ".join(f"{name} {words[v] if isinstance(v, bool) else v}" for name, v in row.items()) for row in rows]
+    ax.set_yticks(range(len(rows)), labels)
+    ax.spines[:].set_visible(False)
+    facts = next(result["facts"] for result in results if result["status"] == "done")
+    ax.set_title(f"tokens/sec, × the best, peak memory: {about(facts)}", loc="left", fontsize=11, color=INK)
+    figure.savefig(path)
+
+
+def roofline(table, peak_flops, bandwidth, facts, path):
+    """Each kind of kernel under the device's roof: what it reached against its FLOPs for each byte that has to move.
+
+    table: profiler's rows by kind; the points' area is their share of the step. peak_flops in FLOP/s, bandwidth in
+    bytes/s; the roof is the lower of peak_flops and FLOP/byte × bandwidth (Williams et al. 2009, "Roofline").
+    """
+    figure, (ax,) = new_figure(9, 5.6)
+    low, high = 0.25, 4000
+    ridge, peak = peak_flops / bandwidth, peak_flops / 1e12
+    ax.plot([low, ridge, high], [low * peak / ridge, peak, peak], color=INK, linewidth=1.6)
+    ax.text(high, 1.12 * peak, f"{peak:,.0f} TFLOP/s", ha="right", fontsize=9, color=INK)
+    ax.text(ridge / 1.4, peak / 1.2, f"{bandwidth / 1e12:.1f} TB/s", ha="right", fontsize=9, color=INK)
+    ax.axvline(ridge, color=RULE, linewidth=1, zorder=0)
+    for name, row in table.items():
+        if "tflops" not in row:
+            continue
+        x, y, share = row["flop_per_byte"], row["tflops"], row["share"]
+        ax.plot([x, x], [y, y / row["of_roof"]], color=RULE, linewidth=1, zorder=0)
+        ax.scatter([x], [y], s=30 + 1500 * share, color=SPEED, alpha=0.75, linewidth=0)
+        ax.annotate(
+            f"{name}\n{row['of_roof']:.0%} of its roof, {share:.0%} of the step", (x, y), fontsize=9, color=INK,
+            xytext=(0, -6 - 20 * share**0.5), textcoords="offset points", ha="center", va="top",
+        )  # fmt: skip
+    ax.set(xscale="log", yscale="log", xlim=(low, high), ylim=(0.2, 2.2 * peak))
+    for axis in (ax.xaxis, ax.yaxis):
+        axis.set_major_formatter("{x:g}")
+    ax.set_xlabel("arithmetic intensity: FLOPs for each byte that has to move", color=INK)
+    ax.set_ylabel("TFLOP/s reached", color=INK)
+    ax.set_title(f"Roofline: {about(facts)}", loc="left", fontsize=11, color=INK)
+    figure.savefig(path)

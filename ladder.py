@@ -1,0 +1,431 @@
+"""What each optimization buys, on the machine at hand: short runs of train_gpt2.py, compared.
+
+    python train_gpt2.py --ladder                                           # turn the optimizations on, one by one
+    python ladder.py --sweep micro_batch_size=8,16,32,64 seq_len=512,1024   # the best of a grid of flags
+
+Every rung of the ladder and every cell of the grid is a process of its own, so that none inherits memory, compiled
+graphs or settings from another, and all run the real training loop on the same data from the same seed.
+"""
+
+import dataclasses
+import itertools
+import json
+import os
+import re
+import shlex
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+
+import figures
+from cli import UserError, parse, run
+from config import Config, check_bounds, defaults, flags
+from data import open_shards
+
+WARMUP = 5  # steps before those that are measured: compilation, the allocator's growth, the clock's settling
+FIRST_MICRO_BATCH = 16  # on a GPU, and less where that does not fit: what an 80 GB A100 takes with everything off
+OUT_OF_MEMORY = "out of memory"
+
+# A rung's name: its label, and what its flags are without it. With it they are what the command line says.
+RUNGS = {
+    "tf32": ("tf32", dict(tf32=False)),
+    "bf16": ("autocast {autocast}", dict(autocast="off")),
+    "compile": ("compile", dict(compile=False)),
+    "flash": ("flash", dict(flash=False)),
+    "pad_vocab": ("pad_vocab", dict(pad_vocab=False)),
+    "fused_adamw": ("fused_adamw", dict(fused_adamw=False)),
+    # without GPT-3's recipe: the defaults of torch.optim.AdamW, at the 3e-4 that suits any Transformer
+    "recipe": (
+        "GPT-3's recipe",
+        dict(lr=3e-4, lr_schedule="constant", warmup_steps=0, weight_decay=0.01, beta2=0.999, grad_clip=0.0),
+    ),
+    "accumulation": ("{total_batch_size:,} tokens a step", dict(total_batch_size=None)),  # None: one micro-batch
+    "micro_batch": ("micro-batch of {micro_batch_size}", dict(micro_batch_size=None)),  # None: the first rung's
+    "ddp": ("DDP, {world_size} ranks", {}),
+}
+
+
+@dataclass
+class SweepConfig(Config):
+    """Measure a grid of flags (--sweep), or without --sweep the ladder, as train_gpt2.py --ladder does.
+
+    Takes every flag of train_gpt2.py.
+    """
+
+    sweep: tuple[str, ...] = ()
+    """The grid: for each axis a flag of train_gpt2.py and its values, as micro_batch_size=8,16 compile=on,off."""
+
+
+def main():
+    ladder = not any(argument.split("=")[0] == "--sweep" for argument in sys.argv)
+    base = defaults([*sys.argv, "--ladder"] if ladder else sys.argv)
+    config = parse(SweepConfig, default=SweepConfig(**vars(base)))
+    climb(config) if ladder else sweep(config)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# One measurement
+
+
+def measure(config, folder, name, ranks, bar, unlike=None):
+    """Train WARMUP + ladder_steps steps in a process of its own, and return what it measured as a plain dictionary.
+
+    status is "done", "skipped" (what was asked for is not to be had here: see reason) or "failed" (a bug: see reason).
+    Done comes with ms a step and tokens/sec (medians of the measured steps), mfu, peak_gb, loss (of the last step), and
+    facts, the run's config.json. unlike: flags with values that would make the run a repetition; it is then skipped.
+    """
+    steps = WARMUP + config.ladder_steps
+    evaluations = dict.fromkeys(("val_every", "hellaswag_every", "sample_every", "checkpoint_every"), 0)
+    config = dataclasses.replace(config, **evaluations, max_steps=steps, ladder=False, rungs="all", ladder_steps=20)
+    shown = flags(dataclasses.replace(config, log_dir="log", run_name=None))  # as a person would repeat it
+    config = dataclasses.replace(config, log_dir=str(folder), run_name=name, wandb_group=folder.name)
+    launcher, options = "python", []
+    if ranks > 1:
+        launcher, options = "torchrun", ["--standalone", f"--nproc_per_node={ranks}"]
+    result = dict(name=name, status="done", command=shlex.join([launcher, *options, "train_gpt2.py", *shown]))
+    script = str(Path(__file__).with_name("train_gpt2.py"))
+    module = ["-m", "torch.distributed.run"] if ranks > 1 else []
+    command = [sys.executable, *module, *options, script, *flags(config)]
+
+    environment = {key: value for key, value in os.environ.items() if not TORCHRUN.match(key)}
+    began = bar.n
+    notes = []
+    output = open(folder / f"{name}.txt", "w", buffering=1)
+    process = subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
+    )
+    try:
+        for line in process.stdout:
+            output.write(line)
+            if line.startswith("note "):
+                notes.append(line.removeprefix("note").strip())
+            if line.startswith("step "):
+                bar.update(1)
+                if unlike and not result.get("facts"):
+                    result["facts"] = json.loads((folder / name / "config.json").read_text())
+                    if all(result["facts"][flag] == value for flag, value in unlike.items()):
+                        about = [note for note in notes if note.split()[0] in unlike]
+                        return result | dict(status="skipped", reason="; ".join(about) or "it changes nothing here")
+        code = process.wait()
+    finally:
+        # also on Ctrl-C: no training is left behind on the GPU
+        process.terminate()
+        process.wait()
+        output.close()
+        bar.update(began + steps - bar.n)
+    if code:
+        return result | explain(Path(output.name).read_text(), code, output.name)
+    rows = [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
+    facts = json.loads((folder / name / "config.json").read_text())
+    ms = statistics.median(row["step_ms"] for row in rows[WARMUP:])
+    tokens_per_sec = facts["total_batch_size"] / ms * 1000
+    mfu = rows[-1]["mfu"] and rows[-1]["mfu"] * tokens_per_sec / rows[-1]["tokens_per_sec"]
+    last = dict(peak_gb=rows[-1]["peak_gb"], loss=rows[-1]["train_loss"])
+    return result | dict(ms=ms, tokens_per_sec=tokens_per_sec, mfu=mfu, **last, facts=facts)
+
+
+# what torchrun tells its processes: not meant for those that they start
+TORCHRUN = re.compile(r"(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)$|ROLE_NAME$|MASTER_(ADDR|PORT)$|TORCHELASTIC_")
+
+
+def explain(output, code, where):
+    """Status and reason of a run that ended with a code other than 0."""
+    if code == -9 or re.search(r"OutOfMemoryError|out of memory|can't allocate memory|exitcode *: -9", output):
+        return dict(status="skipped", reason=OUT_OF_MEMORY)
+    errors = re.findall(r"^error(?: \(rank \d+\))?: (.*)", output, flags=re.MULTILINE)
+    if errors:
+        return dict(status="skipped", reason=errors[0])
+    lines = output.strip().splitlines() or ["no output"]
+    return dict(status="failed", reason=f"exit code {code}, {lines[-1].strip()} (all of it: {where})")
+
+
+def prepare(config, kind):
+    """The folder for the results, after a look at what would fail in every run."""
+    check_bounds(config)
+    if config.profile:
+        raise UserError("--profile is for a single run: tracing would slow what is measured here")
+    if not config.demo:
+        open_shards(config.data_dir, "train")
+    folder = Path(config.log_dir) / (config.run_name or f"{kind}-{time.strftime('%Y%m%d-%H%M%S')}")
+    if folder.exists():
+        raise UserError(f"{folder} is already there: choose another --run_name, or delete it")
+    try:
+        folder.mkdir(parents=True)
+    except OSError as error:
+        raise UserError(f"cannot make {folder}: {error.strerror}; choose another --log_dir") from error
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # as on Ctrl-C, the process under measurement ends first
+    return folder
+
+
+def save(folder, kind, config, results, markdown):
+    """Write what there is so far: KIND.json and KIND.md."""
+    (folder / f"{kind}.json").write_text(
+        json.dumps(dict(command=shlex.join(sys.argv), results=results), indent=2) + "\n"
+    )
+    facts = next((result["facts"] for result in results if result["status"] == "done"), None)
+    if facts:
+        versions = f"PyTorch {facts['torch']}" + (f", CUDA {facts['cuda']}" if facts["cuda"] else "")
+        about = f"{facts['hardware']}, {versions}. Medians of {config.ladder_steps} steps after {WARMUP} to warm up."
+        markdown = f"{markdown}\n\n{about}"
+    (folder / f"{kind}.md").write_text(markdown + "\n")
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The ladder
+
+COLUMNS = ("rung", "ms a step", "tokens/sec", "× before", "× first", "MFU", "peak GB", "loss")
+WIDTHS = (28, 10, 11, 8, 8, 6, 8, 8)
+
+
+def climb(config):
+    """Run the ladder: the table on the terminal, and ladder.json, ladder.md and ladder.png in the run's folder.
+
+    Raises UserError for rungs that do not exist, or when a rung failed.
+    """
+    if int(os.environ.get("RANK", 0)):
+        return  # the first of torchrun's processes starts all others itself
+    rungs = [("baseline",), *choose_rungs(config.rungs, count_devices(config))]
+    folder = prepare(config, "ladder")
+    if config.demo:
+        print("The ladder of the demo's small model; with a GPU and data it is that of GPT-2.")
+    short = min(
+        config.warmup_steps, (WARMUP + config.ladder_steps) // 4
+    )  # of the learning rate, within these few steps
+    config = dataclasses.replace(config, warmup_steps=short)
+    gpu = torch.cuda.is_available() and config.device in ("auto", "cuda")
+    first = min(FIRST_MICRO_BATCH, config.micro_batch_size or FIRST_MICRO_BATCH) if gpu else 1
+
+    on = []
+    results = []
+    print("  ".join(title.ljust(w) if i == 0 else title.rjust(w) for i, (title, w) in enumerate(zip(COLUMNS, WIDTHS))))
+    steps = WARMUP + config.ladder_steps
+    with tqdm(total=len(rungs) * steps, unit="step", leave=False, disable=None) as bar:
+        for index, names in enumerate(rungs):
+            bar.set_description(" + ".join(map(str, names)))
+            reason = refusal(names, config)
+            if reason:
+                bar.update(steps)
+                result = dict(status="skipped", reason=reason)
+            else:
+                before = next((r["facts"] for r in reversed(results) if r["status"] == "done"), None)
+                unlike = before and {flag: before[flag] for name in names if name in RUNGS for flag in RUNGS[name][1]}
+                while True:
+                    ranks = names[1] if names[0] == "ddp" else 1
+                    rung = with_rungs(config, on + list(names), first, ranks)
+                    name = f"{index:02d}_{'+'.join(map(str, names))}" + (f"_B{first}" if index == 0 else "")
+                    result = measure(rung, folder, name, ranks, bar, unlike)
+                    if index > 0 or result.get("reason") != OUT_OF_MEMORY or first == 1:
+                        break
+                    first //= 2  # the first rung's micro-batch is the largest that fits
+                    bar.update(-steps)
+            if index == 0 and result["status"] == "skipped" and result["reason"] != OUT_OF_MEMORY:
+                raise UserError(result["reason"])  # a mistake in the flags is one in every rung
+            if result["status"] == "done" and names[0] in RUNGS and names[0] != "ddp":
+                on += names
+            result["rung"] = label(names, result)
+            results.append(result)
+            bar.write(row(result, results))
+            save(folder, "ladder", config, results, markdown(results))
+    done = [result for result in results if result["status"] == "done"]
+    if done:
+        figures.ladder(done, folder / "ladder.png")
+        print(f"{done[-1]['tokens_per_sec'] / done[0]['tokens_per_sec']:.1f} × from the first rung to the last")
+    print(f"{folder}/ has ladder.md, ladder.json, ladder.png and every run")
+    report_failures(results)
+
+
+def count_devices(config):
+    """Processes that the largest DDP rung may have: torchrun's own, or one for every GPU here."""
+    if "WORLD_SIZE" in os.environ:
+        if os.environ["WORLD_SIZE"] != os.environ.get("LOCAL_WORLD_SIZE"):
+            raise UserError("the ladder runs on one machine: start it with torchrun --standalone, or without torchrun")
+        return int(os.environ["WORLD_SIZE"])
+    return max(1, torch.cuda.device_count()) if config.device in ("auto", "cuda") else 1
+
+
+def choose_rungs(text, devices):
+    """Tuples of names out of --rungs; DDP's rungs are ("ddp", 2), ("ddp", 4), … up to all devices.
+
+    Raises UserError for a name that does not exist or comes twice, and an order that makes no sense.
+    """
+    chosen = [tuple(part.split("+")) for part in (",".join(RUNGS) if text == "all" else text).split(",")]
+    names = list(itertools.chain(*chosen))
+    for name in names:
+        if name not in RUNGS:
+            raise UserError(f"--rungs: there is no {name!r}; there are {', '.join(RUNGS)}")
+        if names.count(name) > 1:
+            raise UserError(f"--rungs names {name} twice")
+    if "micro_batch" in names and "accumulation" not in names[: names.index("micro_batch")]:
+        raise UserError("--rungs: micro_batch needs accumulation before it, since a micro-batch is a part of a batch")
+    if "ddp" in names:
+        if chosen[-1] != ("ddp",):
+            raise UserError("--rungs: ddp comes last, and alone")
+        counts = {2**i for i in range(1, devices.bit_length()) if 2**i <= devices} | {devices}
+        chosen[-1:] = [("ddp", count) for count in sorted(counts)]
+    return chosen
+
+
+def refusal(names, config):
+    """Why a rung need not be tried, or None."""
+    if names == ("ddp", 1):
+        return "one GPU here" if torch.cuda.is_available() else "no GPUs: torchrun starts several processes on a CPU"
+    off = [name for name in names if name in RUNGS for flag, value in RUNGS[name][1].items()
+           if value is not None and name != "recipe" and getattr(config, flag) == value]  # fmt: skip
+    return f"{', '.join(off)} is off on the command line" if off else None
+
+
+def with_rungs(config, on, first, ranks):
+    """config with every rung off that is not in `on`; `first` is the micro-batch without its rung."""
+    changes = {}
+    for name, (_, off) in RUNGS.items():
+        if name not in on:
+            changes |= off
+    if "micro_batch" not in on:
+        changes["micro_batch_size"] = first
+    if "accumulation" not in on:
+        changes["total_batch_size"] = first * config.seq_len * ranks
+    return dataclasses.replace(config, **changes)
+
+
+def label(names, result):
+    """A rung's name in the table."""
+    if names[0] == "baseline":
+        return "baseline"
+    facts = result.get("facts") if result["status"] == "done" else None
+    labels = [RUNGS[name][0].format(**facts) if facts else name for name in names if name in RUNGS]
+    return "+ " + " + ".join(labels) + (f", {names[1]} ranks" if names[0] == "ddp" and not facts else "")
+
+
+def cells(result, results):
+    """A rung's row of the table as text."""
+    if result["status"] != "done":
+        return [result["rung"], f"{result['status']}: {result['reason']}"]
+    done = [r for r in results if r["status"] == "done"]
+    rate = result["tokens_per_sec"]
+    return [
+        result["rung"],
+        f"{result['ms']:.2f}",
+        f"{rate:,.0f}",
+        f"{rate / done[-2]['tokens_per_sec']:.2f}" if len(done) > 1 else "",
+        f"{rate / done[0]['tokens_per_sec']:.2f}",
+        f"{result['mfu']:.1%}" if result["mfu"] else "–",
+        f"{result['peak_gb']:.2f}",
+        "–" if result["loss"] is None else f"{result['loss']:.4f}",
+    ]
+
+
+def row(result, results):
+    texts = cells(result, results)
+    if len(texts) == 2:
+        return f"{texts[0]:{WIDTHS[0]}}  {texts[1]}"
+    return "  ".join(text.ljust(w) if i == 0 else text.rjust(w) for i, (text, w) in enumerate(zip(texts, WIDTHS)))
+
+
+def markdown(results):
+    lines = [f"| {' | '.join(COLUMNS)} |", "| --- |" + " ---: |" * (len(COLUMNS) - 1)]
+    for index, result in enumerate(results):
+        texts = cells(result, results[: index + 1])
+        lines.append(f"| {' | '.join(texts + [''] * (len(COLUMNS) - len(texts)))} |")
+    return "\n".join(lines)
+
+
+def report_failures(results):
+    """Raises UserError when a run ended in an error that is not a person's."""
+    failed = [result["name"] for result in results if result["status"] == "failed"]
+    if failed:
+        raise UserError(f"{len(failed)} of {len(results)} runs failed: {', '.join(failed)}; the reasons are above")
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Sweeps
+
+
+def sweep(config):
+    """Measure every combination of the axes' values; sweep.json, sweep.md and the heat map sweep.png.
+
+    Raises UserError for an axis that is not a flag, or when no combination or not all of them ran.
+    """
+    axes = dict(read_axis(text) for text in config.sweep)
+    if len(axes) < len(config.sweep):
+        raise UserError("--sweep names a flag twice")
+    folder = prepare(config, "sweep")
+    results = []
+    grid = list(itertools.product(*axes.values()))
+    width = max(len(describe(dict(zip(axes, values)))) for values in grid)
+    with tqdm(total=len(grid) * (WARMUP + config.ladder_steps), unit="step", leave=False, disable=None) as bar:
+        for index, values in enumerate(grid):
+            cell = dict(zip(axes, values))
+            bar.set_description(describe(cell))
+            result = measure(dataclasses.replace(config, **cell), folder, f"{index:02d}", 1, bar) | dict(cell=cell)
+            results.append(result)
+            if result["status"] == "done":
+                text = (
+                    f"{result['tokens_per_sec']:>11,.0f} tok/s  {result['ms']:>9.2f} ms  {result['peak_gb']:>7.2f} GB"
+                )
+            else:
+                text = f"{result['status']}: {result['reason']}"
+            bar.write(f"{describe(cell):{width}}  {text}")
+            save(folder, "sweep", config, results, sweep_markdown(axes, results))
+    done = sorted((r for r in results if r["status"] == "done"), key=lambda r: r["tokens_per_sec"], reverse=True)
+    if not done:
+        raise UserError(f"none of the {len(grid)} combinations ran: {results[0]['reason']}")
+    figures.heat_map(axes, results, folder / "sweep.png")
+    print(winner(done))
+    print(f"{folder}/ has sweep.md, sweep.json, sweep.png and every run")
+    report_failures(results)
+
+
+def read_axis(text):
+    """ "micro_batch_size=8,16" as ("micro_batch_size", [8, 16]). Raises UserError for what is no flag or no value."""
+    name, _, values = text.partition("=")
+    fields = {field.name: field for field in dataclasses.fields(Config)}
+    if name not in fields or not values:
+        raise UserError(f"--sweep {text}: it takes a flag of train_gpt2.py and its values, as micro_batch_size=8,16")
+    kind = fields[name].type
+    convert = next((t for t in (bool, int, float) if kind in (t, t | None)), str)
+    if convert is bool:
+        words = dict(on=True, true=True, off=False, false=False)
+        convert = lambda value: words[value.lower()]  # noqa: E731
+    try:
+        return name, [convert(value) for value in values.split(",")]
+    except (ValueError, KeyError) as error:
+        raise UserError(f"--sweep {text}: {error} is no value of --{name}") from error
+
+
+def describe(cell):
+    words = {True: "on", False: "off"}
+    return ", ".join(f"{name} {words[v] if isinstance(v, bool) else v}" for name, v in cell.items())
+
+
+def winner(done):
+    """One line: which combination is the fastest, and by how much."""
+    best = done[0]
+    text = f"{describe(best['cell'])} wins: {best['tokens_per_sec']:,.0f} tok/s"
+    if len(done) > 1:
+        next_ratio, last_ratio = (best["tokens_per_sec"] / r["tokens_per_sec"] for r in (done[1], done[-1]))
+        text += f", {next_ratio:.3f} × the next ({describe(done[1]['cell'])}), {last_ratio:.2f} × the slowest"
+    return text
+
+
+def sweep_markdown(axes, results):
+    lines = [
+        f"| {' | '.join(axes)} | ms a step | tokens/sec | MFU | peak GB |",
+        "| --- " * len(axes) + "|" + " ---: |" * 4,
+    ]
+    for result in results:
+        texts = cells(result | dict(rung=""), [result])
+        texts = [texts[1], texts[2], texts[5], texts[6]] if len(texts) > 2 else [texts[1], "", "", ""]
+        lines.append(f"| {' | '.join(describe({name: v})[len(name) + 1 :] for name, v in result['cell'].items())} | "
+                     f"{' | '.join(texts)} |")  # fmt: skip
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    run(main)

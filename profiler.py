@@ -1,0 +1,181 @@
+"""Where the time of a step goes: PyTorch's profiler over a few steps, kernels summed by kind, and the roofline."""
+
+import gzip
+import json
+import re
+from collections import Counter
+
+import torch
+
+import figures
+from config import PROFILE_AFTER
+
+IDLE = "idle"
+COMMUNICATION = "communication"
+# A kernel is of the first kind whose pattern its name matches. Names that Inductor gives list the operations it fused.
+KINDS = {
+    COMMUNICATION: r"nccl|all_?reduce|all_?gather|reduce_?scatter|c10d::",
+    "loss": r"log_?softmax|nll_loss|cross_entropy",
+    "attention": r"flash|fmha|sdpa|attention|softmax",
+    "optimizer": r"adam|multi_tensor_apply|foreach|lpnorm|linalg_vector_norm",
+    "normalization": r"layer_?norm|gammabeta|rowwisemoments",
+    "matrix products": r"^(?!triton_(poi|red|per)).*(gemm|gemv|nvjet|cutlass|cublas|splitk|addmm|::b?mm|linear|matmul)",
+    "copies": r"mem(cpy|set)|direct_copy|copy_kernel|catarray|aten::(copy_|cat|clone|fill_|zero_)"
+    r"|^triton_poi_fused_(_to_copy|clone|view|transpose|permute|cat|split|_unsafe|t|_)+(_\d+)?$",
+    "element-wise": r"",
+}
+
+
+def kind_of(kernel):
+    """The kind of a GPU kernel, or of an operation on a CPU, by its name."""
+    return next(kind for kind, pattern in KINDS.items() if re.search(pattern, kernel.lower()))
+
+
+def start(config, model_config, log):
+    """A running profiler for config.profile steps, after PROFILE_AFTER: call its step() after each training step.
+
+    When they are over it prints the table and writes trace.json.gz, profile.json and, where the GPU's peaks are known,
+    roofline.png to the run's folder. What lies between the steps, evaluations for example, is traced with them.
+    """
+    steps = config.profile
+    gpu = log.device.type == "cuda"
+
+    def report(profile):
+        trace = log.folder / "trace.json.gz"
+        profile.export_chrome_trace(str(trace))
+        seconds, kinds = gpu_time(read_trace(trace)) if gpu else cpu_time(profile)
+        table = {kind: dict(ms=1000 * s / steps, share=s / seconds) for kind, s in kinds.most_common()}
+        roof = gpu_roof(log.device, log.peak_flops and log.peak_flops / log.facts["world_size"])
+        if roof:
+            tokens = config.total_batch_size // log.facts["world_size"]
+            bytes_each = 4 if config.autocast == "off" else 2
+            for kind, (flops, moved) in work(model_config, config.seq_len, tokens, bytes_each).items():
+                if kind in table:
+                    reached, intensity = flops / table[kind]["ms"] * 1000, flops / moved
+                    of_roof = reached / min(roof[0], intensity * roof[1])
+                    table[kind] |= dict(flop_per_byte=intensity, tflops=reached / 1e12, of_roof=of_roof)
+            figures.roofline(table, *roof, log.facts, log.folder / "roofline.png")
+        (log.folder / "profile.json").write_text(json.dumps(dict(steps=steps, roof=roof, kinds=table), indent=2) + "\n")
+        print_table(table, steps, seconds, roof)
+        print(f"trace: {trace} (open it in https://ui.perfetto.dev)")
+
+    activities = [torch.profiler.ProfilerActivity.CPU] + [torch.profiler.ProfilerActivity.CUDA] * gpu
+    schedule = torch.profiler.schedule(wait=PROFILE_AFTER - 1, warmup=1, active=steps, repeat=1)
+    profile = torch.profiler.profile(activities=activities, schedule=schedule, on_trace_ready=report)
+    profile.start()
+    return profile
+
+
+def print_table(table, steps, seconds, roof):
+    """One line a kind, the largest first."""
+    print(
+        f"profile of {steps} steps of {1000 * seconds / steps:.2f} ms"
+        + (", GPU time by kind of kernel" if roof else "")
+    )
+    print(
+        f"{'':16s} {'ms a step':>10s} {'share':>7s}"
+        + (f" {'FLOP/byte':>10s} {'TFLOP/s':>8s} {'of roof':>8s}" if roof else "")
+    )
+    for kind, row in table.items():
+        text = f"{kind:16s} {row['ms']:10.2f} {row['share']:7.1%}"
+        if "tflops" in row:
+            text += f" {row['flop_per_byte']:10.1f} {row['tflops']:8.1f} {row['of_roof']:8.0%}"
+        print(text)
+    if roof:
+        print(f"roof: {roof[0] / 1e12:g} TFLOP/s, {roof[1] / 1e9:,.0f} GB/s")
+
+
+def read_trace(path):
+    with gzip.open(path, "rt") as file:
+        return json.load(file)["traceEvents"]
+
+
+def gpu_time(events):
+    """Seconds from the first traced step's start to the last one's end, and a Counter of seconds by kind of kernel.
+
+    events: those of a Chrome trace. Communication counts where no other kernel runs at the same time, so that all kinds
+    and IDLE add up to the whole (kernels of other streams that overlap each other would count twice).
+    """
+    marks = [e for e in events if e.get("cat") == "user_annotation" and e["name"].startswith("ProfilerStep#")]
+    begin, end = min(e["ts"] for e in marks), max(e["ts"] + e["dur"] for e in marks)
+    kinds = Counter()
+    spans = {True: [], False: []}
+    for event in events:
+        if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset"):
+            kind = kind_of(event["name"])
+            spans[kind == COMMUNICATION].append((event["ts"], event["ts"] + event["dur"]))
+            if kind != COMMUNICATION:
+                kinds[kind] += event["dur"] / 1e6
+    computing, busy = covered(spans[False]), covered(spans[False] + spans[True])
+    if spans[True]:
+        kinds[COMMUNICATION] = (busy - computing) / 1e6
+    kinds[IDLE] = (end - begin - busy) / 1e6
+    return (end - begin) / 1e6, kinds
+
+
+def covered(spans):
+    """The length of the union of (start, end) spans."""
+    total, reached = 0.0, float("-inf")
+    for start, end in sorted(spans):
+        total += max(0.0, end - max(start, reached))
+        reached = max(reached, end)
+    return total
+
+
+def cpu_time(profile):
+    """As gpu_time, on a CPU: time in operations, less that of the operations they call; the rest, Python's, is IDLE."""
+    averages = profile.key_averages()
+    seconds = sum(e.cpu_time_total for e in averages if e.key.startswith("ProfilerStep")) / 1e6
+    kinds = Counter()
+    for event in averages:
+        if "::" in event.key:
+            kinds[kind_of(event.key)] += event.self_cpu_time_total / 1e6
+    kinds[IDLE] = seconds - sum(kinds.values())
+    return seconds, kinds
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Roofline (Williams, Waterman, Patterson 2009)
+
+
+def gpu_roof(device, peak_flops):
+    """The GPU's peaks in FLOP/s and in bytes/s of memory traffic, or None where one is unknown."""
+    if device.type != "cuda":
+        return None
+    properties = torch.cuda.get_device_properties(device)
+    clock, width = (getattr(properties, name, 0) for name in ("memory_clock_rate", "memory_bus_width"))  # kHz, bits
+    if not (peak_flops and clock and width):
+        return None
+    return peak_flops, 2 * clock * 1e3 * width / 8  # two transfers a clock
+
+
+def work(c, T, tokens, bytes_each):
+    """What a step has to do: {kind: (FLOPs, bytes)}, for `tokens` tokens in sequences of T and a GPTConfig c.
+
+    Bytes are those that cannot be avoided when every operation reads its inputs and writes its outputs once, forward
+    and backward: bytes_each for activations (2 under autocast), 4 for the residual stream and the weights. FLOPs of all
+    but matrix products and attention are counted roughly by hand; where bandwidth is the roof they cancel out.
+    """
+    L, C, V, e = c.n_layer, c.n_embd, c.vocab_size, bytes_each
+    products = [(C, 3 * C), (C, C), (C, 4 * C), (4 * C, C)] * L + [(C, V)]  # (in, out) of each linear layer
+    weights = 12 * L * C * C + (V + T) * C
+    norms = 2 * L + 1
+    return {
+        # forward, the inputs' gradients and the weights': three products of one size each, over the step's activations
+        "matrix products": (
+            sum(3 * 2 * tokens * n_in * n_out for n_in, n_out in products),
+            sum(3 * e * tokens * (n_in + n_out) for n_in, n_out in products),
+        ),
+        # two products forward and five backward, over the half of the T × T scores that is causal (Dao 2023,
+        # FlashAttention-2); in q, k, v, out y; then in q, k, v, y and its gradient, out three gradients
+        "attention": (7 * tokens * T * C * L, 12 * e * tokens * C * L),
+        # the logits: read for the softmax's sum, read again, overwritten by their gradient
+        "loss": (8 * tokens * V, 3 * e * tokens * V),
+        # with the residual addition. Forward: stream and branch in, stream and normalized out. Backward: stream and two
+        # gradients in; the stream's gradient out, once as it is and once for the branch's products
+        "normalization": (20 * tokens * C * norms, (20 + 4 * e) * tokens * C * norms),
+        # GELU: in and out; in and gradient in, gradient out
+        "element-wise": (20 * tokens * 4 * C * L, 5 * e * tokens * 4 * C * L),
+        # clipping reads the gradient; AdamW reads weight, gradient and two moments, and writes all but the gradient
+        "optimizer": (16 * weights, 32 * weights),
+    }
