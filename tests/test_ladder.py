@@ -1,0 +1,178 @@
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from conftest import ROOT, TINY, expect_error, metrics
+
+import ladder
+from cli import UserError
+from config import DEMO, Config
+
+OFF = dict(tf32=False, autocast="off", compile=False, flash=False, pad_vocab=False, fused_adamw=False)
+
+
+def test_the_first_rung_has_everything_off_and_the_last_the_command_line():
+    config = Config(seq_len=512, lr=1e-3)
+    first = ladder.with_rungs(config, ["baseline"], first=8, ranks=1)
+    assert OFF.items() < vars(first).items()
+    assert (first.micro_batch_size, first.total_batch_size, first.lr, first.grad_clip) == (8, 8 * 512, 3e-4, 0)
+    assert ladder.with_rungs(config, list(ladder.RUNGS), first=8, ranks=4) == config
+    one = ladder.with_rungs(config, ["flash"], first=8, ranks=2)
+    assert one == dataclasses.replace(first, flash=True, total_batch_size=2 * 8 * 512)
+
+
+def test_rungs_by_name():
+    everything = ladder.choose_rungs("all", 8)
+    assert [names[0] for names in everything[:-3]] == list(ladder.RUNGS)[:-1]
+    assert everything[-3:] == [("ddp", 2), ("ddp", 4), ("ddp", 8)]
+    assert ladder.choose_rungs("flash,tf32+bf16,ddp", 6) == [("flash",), ("tf32", "bf16"), *[("ddp", n) for n in (2, 4, 6)]]
+    for text, complaint in [
+        ("flash,sparse", "no 'sparse'; there are tf32, bf16"),
+        ("flash,tf32,flash", "flash twice"),
+        ("ddp,flash", "ddp comes last"),
+        ("flash,flash+ddp", "twice"),
+        ("flash+ddp", "alone"),
+        ("micro_batch,accumulation", "accumulation before it"),
+    ]:
+        with pytest.raises(UserError, match=complaint):
+            ladder.choose_rungs(text, 1)
+
+
+def test_a_ladder_climbs(train, tmp_path):
+    """Under torchrun, with rungs that measure, change nothing here, turn on two, run on two ranks."""
+    rungs = "tf32,flash+pad_vocab,compile,recipe,accumulation,micro_batch,ddp"
+    folder = train("climb", "--ladder", "--rungs", rungs, "--ladder_steps", 1, "--wandb", "offline", ranks=2)
+    results = json.loads((folder / "ladder.json").read_text())["results"]
+    assert [(r["rung"], r["status"]) for r in results] == [
+        ("baseline", "done"),
+        ("+ tf32", "skipped"),
+        ("+ flash + pad_vocab", "done"),
+        ("+ compile", "skipped"),
+        ("+ GPT-3's recipe", "done"),
+        ("+ 256 tokens a step", "done"),
+        ("+ micro-batch of 4", "done"),
+        ("+ DDP, 2 ranks", "done"),
+    ]
+    assert results[1]["reason"] == "tf32 is off: it is for NVIDIA GPUs, this is cpu"
+    assert results[3]["reason"] == "compile is off on the command line"
+    done = {r["rung"]: r for r in results if r["status"] == "done"}
+    baseline, flash, recipe, whole, larger, ddp = done.values()
+    assert OFF.items() < baseline["facts"].items() and baseline["facts"]["total_batch_size"] == 32
+    assert flash["facts"]["flash"] and flash["facts"]["pad_vocab"] and not flash["facts"]["fused_adamw"]
+    # it learns the same: where only the way of computing changed
+    assert flash["loss"] == pytest.approx(baseline["loss"], abs=1e-4)
+    assert recipe["loss"] != pytest.approx(flash["loss"], abs=1e-4)
+    assert [larger["loss"], ddp["loss"]] == pytest.approx([whole["loss"]] * 2, abs=1e-4)
+    assert ddp["facts"]["world_size"] == 2 and ddp["command"].startswith("torchrun --standalone --nproc_per_node=2 ")
+    for r in done.values():
+        rows = metrics(folder / r["name"])
+        assert len(rows) == ladder.WARMUP + 1  # one of them measured
+        assert r["ms"] == rows[-1]["step_ms"] and r["tokens_per_sec"] == pytest.approx(rows[-1]["tokens_per_sec"])
+        assert 0.1 < r["peak_gb"] < 10 and r["facts"]["wandb_group"] == "climb"
+        assert list((folder / r["name"] / "wandb").glob("offline-run-*"))
+    output = (folder / "output.txt").read_text()
+    table = (folder / "ladder.md").read_text()
+    for rung, r in done.items():
+        assert f"{rung:28}  {r['ms']:10.2f}  {r['tokens_per_sec']:11,.0f}" in output
+        assert f"| {rung} | {r['ms']:.2f} | {r['tokens_per_sec']:,.0f} |" in table
+    ratio = ddp["tokens_per_sec"] / baseline["tokens_per_sec"]
+    assert f"{ratio:.2f} | – |" in table and f"\n{ratio:.1f} × from the first rung to the last" in output
+    assert output.count("error") == 0 and (folder / "ladder.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_rung_can_be_repeated_by_its_command(train):
+    folder = train("one", "--ladder", "--rungs", "flash", "--ladder_steps", 1)
+    rung = json.loads((folder / "ladder.json").read_text())["results"][1]
+    arguments = rung["command"].removeprefix("python train_gpt2.py ").split()
+    again = train("again", *arguments)
+    assert metrics(again)[-1]["train_loss"] == rung["loss"]
+
+
+def test_bad_ladders_end_in_one_line(train, command, tmp_path):
+    expect_error(train("x", "--ladder", "--rungs", "sparse", fails=True), "sparse", "tf32")
+    expect_error(train("x", "--ladder", "--ladder_steps", 0, fails=True), "--ladder_steps 0")
+    expect_error(train("x", "--ladder", "--profile", 1, fails=True), "--profile")
+    expect_error(command("train_gpt2.py", "--ladder", "--data_dir", "nowhere"), "no train shards in nowhere")
+    expect_error(train("x", "--ladder", "--init_from", "no/such", fails=True), "no/such")  # as every rung would say
+    done = train("sweep", "--sweep", "flash=on,perhaps", fails=True, script="ladder.py")
+    expect_error(done, "--sweep flash=on,perhaps", "'perhaps'")
+
+
+def test_a_sweep_finds_the_best_and_survives_the_worst(train):
+    """The second width needs terabytes."""
+    axes = ("--sweep", "n_embd=32,16777216", "micro_batch_size=4,3,8")
+    flags = ("--ladder_steps", 1, "--n_embd", 64)
+    folder = train("grid", *axes, *flags, script="ladder.py")
+    results = json.loads((folder / "sweep.json").read_text())["results"]
+    assert [tuple(r["cell"].values()) for r in results] == [(n, b) for n in (32, 16777216) for b in (4, 3, 8)]
+    assert [r["status"] for r in results] == ["done", "skipped", "done"] + ["skipped"] * 3
+    assert "multiple of micro_batch_size 3" in results[1]["reason"] and results[3]["reason"] == ladder.OUT_OF_MEMORY
+    assert [results[i]["facts"]["micro_batch_size"] for i in (0, 2)] == [4, 8]
+    best, other = sorted((results[0], results[2]), key=lambda r: -r["tokens_per_sec"])
+    output = (folder / "output.txt").read_text()
+    assert f"n_embd 32, micro_batch_size {best['cell']['micro_batch_size']} wins: {best['tokens_per_sec']:,.0f} tok/s" in output
+    assert f"{best['tokens_per_sec'] / other['tokens_per_sec']:.3f} × the next" in output
+    assert "| 16777216 | 8 | skipped: out of memory |" in (folder / "sweep.md").read_text()
+    assert (folder / "sweep.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_axes():
+    assert ladder.read_axis("micro_batch_size=8,16") == ("micro_batch_size", [8, 16])
+    assert ladder.read_axis("compile=on,off") == ("compile", [True, False])
+    assert ladder.read_axis("lr=1e-3") == ("lr", [1e-3])
+    assert ladder.read_axis("model=gpt2,gpt2-xl") == ("model", ["gpt2", "gpt2-xl"])
+    for text in ("batch=1", "flash", "flash=", "lr=fast", "seq_len=1.5"):
+        with pytest.raises(UserError, match="--sweep " + text):
+            ladder.read_axis(text)
+
+
+def test_why_a_run_ended():
+    memory = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 20.00 MiB."
+    for output, code in [(memory, 1), ("Killed", -9), ("  exitcode  : -9 (pid: 7)", 1)]:
+        assert ladder.explain(output, code, "x.txt") == dict(status="skipped", reason="out of memory")
+    told = "device     1 × cpu\nerror (rank 1): no train shards in x\nlater"
+    assert ladder.explain(told, 1, "x.txt") == dict(status="skipped", reason="no train shards in x")
+    bug = ladder.explain("Traceback\n  ...\nTypeError: bad operand\n", 1, "x.txt")
+    assert bug["status"] == "failed" and "TypeError: bad operand" in bug["reason"] and "x.txt" in bug["reason"]
+    with pytest.raises(UserError, match="1 of 2 runs failed: 01_tf32"):
+        ladder.report_failures([dict(status="done", name="00"), dict(status="failed", name="01_tf32")])
+
+
+def test_a_stopped_ladder_leaves_no_run_behind(corpus, tmp_path):
+    flags = [*TINY, "--data_dir", str(corpus), "--run_name", "stop", "--ladder", "--ladder_steps", "100000"]
+    process = subprocess.Popen([sys.executable, str(ROOT / "train_gpt2.py"), *flags], cwd=tmp_path, env=dict(os.environ))
+    progress = tmp_path / "log/stop/00_baseline_B1/metrics.jsonl"
+    until = time.monotonic() + 120
+    while not (progress.exists() and progress.stat().st_size) and time.monotonic() < until:
+        time.sleep(0.1)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=60) == 143
+    size = progress.stat().st_size
+    time.sleep(1)
+    assert progress.stat().st_size == size > 0
+
+
+def test_defaults_without_a_gpu(monkeypatch):
+    import torch
+
+    from config import defaults
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    small = dataclasses.replace(DEMO, compile=True)
+    assert defaults(["--ladder"]) == defaults(["--ladder", "--demo"]) == small
+    assert defaults(["--ladder", "--data_dir", "x"]) == defaults(["--ladder", "--data_dir=x"]) == Config()
+    assert defaults(["--demo"]) == DEMO and defaults(["--lr", "1"]) == Config()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert defaults(["--ladder"]) == Config()
+
+
+def test_every_rung_has_its_paragraph():
+    course = (ROOT / "docs" / "optimizations.md").read_text()
+    for name, (_, off) in ladder.RUNGS.items():
+        flag = "torchrun" if name == "ddp" else f"--{next(iter(off))}"
+        assert f"`{flag}" in course, name

@@ -1,0 +1,69 @@
+import json
+
+import pytest
+import torch
+from conftest import expect_error
+from torch.utils.flop_counter import FlopCounterMode
+
+import profiler
+from model import GPT, GPTConfig
+
+
+def test_seconds_by_kind():
+    """Two steps of 100 µs: 70 µs of products, 20 of attention that overlaps them, 40 of communication, half of it seen."""
+
+    def event(name, start, duration, category="kernel"):
+        return dict(cat=category, name=name, ts=1000 + start, dur=duration)
+
+    events = [
+        event("ProfilerStep#5", 0, 100, "user_annotation"),
+        event("ProfilerStep#6", 100, 100, "user_annotation"),
+        event("ProfilerStep#5", 5, 90, "gpu_user_annotation"),
+        event("aten::mm", 0, 5, "cpu_op"),
+        event("nvjet_tst_128x256_64x4_1x2_h_bz_coopA_TNT", 10, 70),
+        event("ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)", 60, 40),
+        event("void pytorch_flash::flash_fwd_kernel<...>", 110, 20),
+        event("Memcpy HtoD (Pinned -> Device)", 140, 10, "gpu_memcpy"),
+        dict(name="process_name", ph="M"),
+    ]
+    seconds, kinds = profiler.gpu_time(events)
+    assert seconds == pytest.approx(200e-6)
+    expected = {"matrix products": 70, "communication": 20, "attention": 20, "copies": 10, "idle": 80}
+    assert {kind: s * 1e6 for kind, s in kinds.items()} == pytest.approx(expected)
+
+
+def test_a_profiled_run(train):
+    run = train("profile", "--profile", 2, "--max_steps", 7)
+    profile = json.loads((run / "profile.json").read_text())
+    shares = {kind: row["share"] for kind, row in profile["kinds"].items()}
+    assert profile["steps"] == 2 and sum(shares.values()) == pytest.approx(1)
+    # the head's product over 50,304 columns and its softmax are nearly all there is in so small a model
+    assert {"matrix products", "loss", "attention", "normalization", "optimizer", "element-wise"} < shares.keys()
+    assert shares["matrix products"] + shares["loss"] > 0.3 and all(share > -0.01 for share in shares.values())
+    names = {event.get("name") for event in profiler.read_trace(run / "trace.json.gz")}
+    assert {"ProfilerStep#5", "ProfilerStep#6"} < names and "ProfilerStep#4" not in names
+    output = (run / "output.txt").read_text()
+    assert "profile of 2 steps" in output and "https://ui.perfetto.dev" in output and "step     6/7" in output
+
+
+def test_too_few_steps_to_profile(train):
+    expect_error(train("x", "--profile", 2, "--max_steps", 6, fails=True), "--profile 2", "--max_steps 7")
+
+
+def test_work_counts_what_pytorch_counts():
+    """Attention written out has all of the T × T scores, not half, and four products backward, not five."""
+    config = GPTConfig(seq_len=64, vocab_size=500, n_layer=3, n_head=2, n_embd=32, pad_vocab=False, flash=False)
+    model = GPT(config)
+    tokens = torch.randint(500, (4, 65))
+    with FlopCounterMode(display=False) as counter:
+        model(tokens[:, :-1], tokens[:, 1:]).backward()
+    work = profiler.work(config, 64, 4 * 64, bytes_each=4)
+    assert work["matrix products"][0] + work["attention"][0] * 2 * 6 // 7 == counter.get_total_flops()
+
+
+def test_least_traffic():
+    """One layer of width 1, a vocabulary of 10, by hand, for a token in 2 bytes."""
+    work = profiler.work(GPTConfig(vocab_size=10, n_layer=1, n_head=1, n_embd=1), 1, 1, 2)
+    assert work["matrix products"][1] == 3 * 2 * ((1 + 3) + (1 + 1) + (1 + 4) + (4 + 1) + (1 + 10))
+    assert work["loss"][1] == 10 * 3 * 2 and work["attention"][1] == 12 * 2
+    assert work["normalization"][1] == 3 * 28 and work["element-wise"][1] == 4 * 5 * 2
