@@ -32,6 +32,8 @@ from data import open_shards
 WARMUP = 5  # steps before those that are measured: compilation, the allocator's growth, the clock's settling
 FIRST_MICRO_BATCH = 16  # on a GPU, and less where that does not fit: what an 80 GB A100 takes with everything off
 OUT_OF_MEMORY = "out of memory"
+# What torchrun tells its processes, which is not meant for those that they start
+TORCHRUN = re.compile(r"(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)$|ROLE_NAME$|MASTER_(ADDR|PORT)$|TORCHELASTIC_")
 
 # A rung's name: its label, and what its flags are without it. With it they are what the command line says.
 RUNGS = {
@@ -124,15 +126,11 @@ def measure(config, folder, name, ranks, bar, unlike=None):
         return result | explain(Path(output.name).read_text(), code, output.name)
     rows = [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
     facts = json.loads((folder / name / "config.json").read_text())
-    ms = statistics.median(row["step_ms"] for row in rows[WARMUP:])
-    tokens_per_sec = facts["total_batch_size"] / ms * 1000
-    mfu = rows[-1]["mfu"] and rows[-1]["mfu"] * tokens_per_sec / rows[-1]["tokens_per_sec"]
-    last = dict(peak_gb=rows[-1]["peak_gb"], loss=rows[-1]["train_loss"])
-    return result | dict(ms=ms, tokens_per_sec=tokens_per_sec, mfu=mfu, **last, facts=facts)
-
-
-# what torchrun tells its processes: not meant for those that they start
-TORCHRUN = re.compile(r"(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)$|ROLE_NAME$|MASTER_(ADDR|PORT)$|TORCHELASTIC_")
+    medians = {
+        name: rows[-1][key] and statistics.median(row[key] for row in rows[WARMUP:])
+        for name, key in (("ms", "step_ms"), ("tokens_per_sec", "tokens_per_sec"), ("mfu", "mfu"))
+    }
+    return result | medians | dict(peak_gb=rows[-1]["peak_gb"], loss=rows[-1]["train_loss"], facts=facts)
 
 
 def explain(output, code, where):
@@ -333,6 +331,7 @@ def markdown(results):
     for index, result in enumerate(results):
         texts = cells(result, results[: index + 1])
         lines.append(f"| {' | '.join(texts + [''] * (len(COLUMNS) - len(texts)))} |")
+    lines += ["", "Losses, of the last step, compare between rungs of one recipe and of as many tokens a step."]
     return "\n".join(lines)
 
 

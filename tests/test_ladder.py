@@ -30,7 +30,11 @@ def test_rungs_by_name():
     everything = ladder.choose_rungs("all", 8)
     assert [names[0] for names in everything[:-3]] == list(ladder.RUNGS)[:-1]
     assert everything[-3:] == [("ddp", 2), ("ddp", 4), ("ddp", 8)]
-    assert ladder.choose_rungs("flash,tf32+bf16,ddp", 6) == [("flash",), ("tf32", "bf16"), *[("ddp", n) for n in (2, 4, 6)]]
+    assert ladder.choose_rungs("flash,tf32+bf16,ddp", 6) == [
+        ("flash",),
+        ("tf32", "bf16"),
+        *[("ddp", n) for n in (2, 4, 6)],
+    ]
     for text, complaint in [
         ("flash,sparse", "no 'sparse'; there are tf32, bf16"),
         ("flash,tf32,flash", "flash twice"),
@@ -115,7 +119,10 @@ def test_a_sweep_finds_the_best_and_survives_the_worst(train):
     assert [results[i]["facts"]["micro_batch_size"] for i in (0, 2)] == [4, 8]
     best, other = sorted((results[0], results[2]), key=lambda r: -r["tokens_per_sec"])
     output = (folder / "output.txt").read_text()
-    assert f"n_embd 32, micro_batch_size {best['cell']['micro_batch_size']} wins: {best['tokens_per_sec']:,.0f} tok/s" in output
+    assert (
+        f"n_embd 32, micro_batch_size {best['cell']['micro_batch_size']} wins: {best['tokens_per_sec']:,.0f} tok/s"
+        in output
+    )
     assert f"{best['tokens_per_sec'] / other['tokens_per_sec']:.3f} × the next" in output
     assert "| 16777216 | 8 | skipped: out of memory |" in (folder / "sweep.md").read_text()
     assert (folder / "sweep.png").read_bytes().startswith(b"\x89PNG")
@@ -145,7 +152,9 @@ def test_why_a_run_ended():
 
 def test_a_stopped_ladder_leaves_no_run_behind(corpus, tmp_path):
     flags = [*TINY, "--data_dir", str(corpus), "--run_name", "stop", "--ladder", "--ladder_steps", "100000"]
-    process = subprocess.Popen([sys.executable, str(ROOT / "train_gpt2.py"), *flags], cwd=tmp_path, env=dict(os.environ))
+    process = subprocess.Popen(
+        [sys.executable, str(ROOT / "train_gpt2.py"), *flags], cwd=tmp_path, env=dict(os.environ)
+    )
     progress = tmp_path / "log/stop/00_baseline_B1/metrics.jsonl"
     until = time.monotonic() + 120
     while not (progress.exists() and progress.stat().st_size) and time.monotonic() < until:

@@ -10,7 +10,7 @@ from model import GPT, GPTConfig
 
 
 def test_seconds_by_kind():
-    """Two steps of 100 µs: 70 µs of products, 20 of attention that overlaps them, 40 of communication, half of it seen."""
+    """Two steps of 100 µs: 70 µs of products, 20 of attention that overlaps them, 40 of communication, half seen."""
 
     def event(name, start, duration, category="kernel"):
         return dict(cat=category, name=name, ts=1000 + start, dur=duration)
