@@ -1,13 +1,14 @@
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
 from conftest import ROOT, expect_error
 
 import config as config_module
-from cli import UserError
-from config import DEMO, Config, resolve
+from cli import UserError, parse
+from config import DEMO, Config, defaults, flags, resolve
 from model import GPTConfig
 from parallel import Ranks
 
@@ -115,3 +116,16 @@ def test_errors_on_the_command_line(command):
         expect_error(command("train_gpt2.py", "--device", "cuda"), "--device cuda", "--device cpu")
     done = command("train_gpt2.py", "--device", "cpu", ranks=2)  # under torchrun the line comes once
     assert done.returncode == 1 and done.stderr.count("no train shards") == 1
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        Config(),
+        Config(tf32=False, autocast="off", lr=1e-3, micro_batch_size=4, data_dir="my data", shuffle=False, n_head=3),
+        replace(DEMO, compile=True, max_steps=7),
+    ],
+)
+def test_flags_parse_into_the_config_they_came_from(config, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["train_gpt2.py", *flags(config)])
+    assert parse(Config, default=defaults(sys.argv)) == config
