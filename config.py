@@ -76,6 +76,8 @@ class Config:
     """Pad the vocabulary from 50257 to 50304, which tensor-core tiles divide."""
     fused_adamw: bool = True
     """AdamW's update of all parameters in one kernel."""
+    bf16_residual: bool = True
+    """Keep the residual stream in bf16, as --autocast bf16 does its products."""
 
     lr: float = 6e-4
     """Highest learning rate."""
@@ -121,7 +123,8 @@ class Config:
     """Measure what each optimization buys: a short run with all of them off, then one more with each turned on."""
     rungs: str = "all"
     """The ladder's rungs, with commas, in the order to climb; a+b is one rung that turns on both. What isn't named
-    stays off. There are tf32, bf16, compile, flash, pad_vocab, fused_adamw, recipe, accumulation, micro_batch, ddp."""
+    stays off. There are tf32, bf16, compile, flash, pad_vocab, fused_adamw, recipe, accumulation, micro_batch,
+    bf16_residual, ddp."""
     ladder_steps: int = 20
     """Steps that are measured on each rung, and in each cell of a sweep, after a few that warm up."""
     profile: int = 0
@@ -211,6 +214,9 @@ def resolve(config, ranks, pretrained=None):
     if new.device == "auto":
         new.device = ranks.device.type
     fit_precision(new, ranks.device, reasons)
+    if new.bf16_residual and new.autocast != "bf16":
+        new.bf16_residual = False
+        reasons.append("bf16_residual is off: it goes with --autocast bf16")
     if new.compile and ranks.device.type == "mps":
         new.compile = False
         reasons.append("compile is off: torch.compile is not ready for Apple GPUs")

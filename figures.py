@@ -2,6 +2,7 @@
 
 INK, MUTED, RULE = "#1f2328", "#6a737d", "#d8dee4"
 SPEED, MEMORY = "#2f6fbb", "#c77d2e"
+PALETTE = ("#2f6fbb", "#c77d2e", "#4f9d69", "#b5495b", "#7d5ba6", "#8a8f98")
 HEAT = "Blues"
 
 
@@ -116,17 +117,15 @@ def roofline(table, peak_flops, bandwidth, facts, path):
     ax.plot([low, ridge, high], [low * peak / ridge, peak, peak], color=INK, linewidth=1.6)
     ax.text(high, 1.12 * peak, f"{peak:,.0f} TFLOP/s", ha="right", fontsize=9, color=INK)
     ax.text(ridge / 1.4, peak / 1.2, f"{bandwidth / 1e12:.1f} TB/s", ha="right", fontsize=9, color=INK)
-    ax.axvline(ridge, color=RULE, linewidth=1, zorder=0)
-    for name, row in table.items():
-        if "tflops" not in row:
-            continue
+    kinds = {name: row for name, row in table.items() if "tflops" in row}
+    for (name, row), color in zip(kinds.items(), PALETTE):
         x, y, share = row["flop_per_byte"], row["tflops"], row["share"]
         ax.plot([x, x], [y, y / row["of_roof"]], color=RULE, linewidth=1, zorder=0)
-        ax.scatter([x], [y], s=30 + 1500 * share, color=SPEED, alpha=0.75, linewidth=0)
-        ax.annotate(
-            f"{name}\n{row['of_roof']:.0%} of its roof, {share:.0%} of the step", (x, y), fontsize=9, color=INK,
-            xytext=(0, -6 - 20 * share**0.5), textcoords="offset points", ha="center", va="top",
-        )  # fmt: skip
+        label = f"{name}: {share:.1%} of the step, at {row['of_roof']:.0%} of its roof"
+        ax.scatter([x], [y], s=30 + 1500 * share, color=color, alpha=0.85, linewidth=0, label=label)
+    legend = ax.legend(loc="lower right", frameon=False, fontsize=9, labelcolor=INK, labelspacing=0.8)
+    for handle in legend.legend_handles:
+        handle.set_sizes([60])
     ax.set(xscale="log", yscale="log", xlim=(low, high), ylim=(0.2, 2.2 * peak))
     for axis in (ax.xaxis, ax.yaxis):
         axis.set_major_formatter("{x:g}")

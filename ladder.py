@@ -50,6 +50,7 @@ RUNGS = {
     ),
     "accumulation": ("{total_batch_size:,} tokens a step", dict(total_batch_size=None)),  # None: one micro-batch
     "micro_batch": ("micro-batch of {micro_batch_size}", dict(micro_batch_size=None)),  # None: the first rung's
+    "bf16_residual": ("bf16_residual", dict(bf16_residual=False)),
     "ddp": ("DDP, {world_size} ranks", {}),
 }
 

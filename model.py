@@ -26,6 +26,7 @@ class GPTConfig:
     n_embd: int = 768
     flash: bool = True  # F.scaled_dot_product_attention; else attention written out
     pad_vocab: bool = True  # embedding table rounded up to a multiple of 128 rows
+    bf16_residual: bool = False  # the sum that runs through all blocks in bf16; for use under autocast to bf16
 
     @property
     def table_rows(self):
@@ -166,6 +167,9 @@ class GPT(nn.Module):
             raise ValueError(f"{start + T} tokens, but the model knows {self.config.seq_len} positions")
         position = torch.arange(start, start + T, device=idx.device)
         x = self.transformer.wte(idx) + self.transformer.wpe(position)  # (B, T, C)
+        # bf16_residual: every block reads and writes this sum four times, forward and backward; now in half the bytes
+        if self.config.bf16_residual:
+            x = x.bfloat16()
         for layer, block in enumerate(self.transformer.h):
             x = block(x, cache[layer] if cache else None)
         x = self.transformer.ln_f(x[:, -1:] if cache else x)
@@ -212,9 +216,10 @@ class GPT(nn.Module):
     # Hugging Face: a folder (or a name on the hub) with config.json and model.safetensors
 
     @classmethod
-    def from_pretrained(cls, name, flash=True, pad_vocab=True):
+    def from_pretrained(cls, name, **options):
         """The model in a Hugging Face folder, or by its name on the hub: gpt2, gpt2-medium, gpt2-large, gpt2-xl, ...
 
+        options: GPTConfig's flash, pad_vocab, bf16_residual.
         Raises OSError when it cannot be read or downloaded, ValueError when it is not a GPT-2.
         """
         from safetensors.torch import load_file
@@ -240,8 +245,7 @@ class GPT(nn.Module):
             n_layer=sizes["n_layer"],
             n_head=sizes["n_head"],
             n_embd=sizes["n_embd"],
-            flash=flash,
-            pad_vocab=pad_vocab,
+            **options,
         )
         model = cls(config)
         model.load_hugging_face(load_file(folder / "model.safetensors"))

@@ -15,8 +15,8 @@ COMMUNICATION = "communication"
 # A kernel is of the first kind whose pattern its name matches. Names that Inductor gives list the operations it fused.
 KINDS = {
     COMMUNICATION: r"nccl|all_?reduce|all_?gather|reduce_?scatter|c10d::",
-    "loss": r"log_?softmax|nll_loss|cross_entropy",
-    "attention": r"flash|fmha|sdpa|attention|softmax",
+    "loss": r"log_?softmax|cross_entropy|^(?!triton).*nll_loss",
+    "attention": r"flash|fmha|sdpa|cudnn::fusion|attention|softmax",
     "optimizer": r"adam|multi_tensor_apply|foreach|lpnorm|linalg_vector_norm",
     "normalization": r"layer_?norm|gammabeta|rowwisemoments",
     "matrix products": r"^(?!triton_(poi|red|per)).*(gemm|gemv|nvjet|cutlass|cublas|splitk|addmm|::b?mm|linear|matmul)",
@@ -61,7 +61,7 @@ def start(config, model_config, log):
 
     activities = [torch.profiler.ProfilerActivity.CPU] + [torch.profiler.ProfilerActivity.CUDA] * gpu
     schedule = torch.profiler.schedule(wait=PROFILE_AFTER - 1, warmup=1, active=steps, repeat=1)
-    profile = torch.profiler.profile(activities=activities, schedule=schedule, on_trace_ready=report)
+    profile = torch.profiler.profile(activities=activities, schedule=schedule, on_trace_ready=report, acc_events=True)
     profile.start()
     return profile
 
@@ -153,27 +153,38 @@ def work(c, T, tokens, bytes_each):
     """What a step has to do: {kind: (FLOPs, bytes)}, for `tokens` tokens in sequences of T and a GPTConfig c.
 
     Bytes are those that cannot be avoided when every operation reads its inputs and writes its outputs once, forward
-    and backward: bytes_each for activations (2 under autocast), 4 for the residual stream and the weights. FLOPs of all
-    but matrix products and attention are counted roughly by hand; where bandwidth is the roof they cancel out.
+    and backward: bytes_each for activations (2 under autocast), 4 for the residual stream without bf16_residual and for
+    the optimizer. FLOPs of all but matrix products and attention are counted roughly by hand; where bandwidth is the
+    roof they cancel out. Attention that is written out has its products among the matrix products, like its kernels.
     """
-    L, C, V, e = c.n_layer, c.n_embd, c.vocab_size, bytes_each
+    L, C, H, V, e = c.n_layer, c.n_embd, c.n_head, c.vocab_size, bytes_each
+    stream = 2 if c.bf16_residual else 4
     products = [(C, 3 * C), (C, C), (C, 4 * C), (4 * C, C)] * L + [(C, V)]  # (in, out) of each linear layer
     weights = 12 * L * C * C + (V + T) * C
     norms = 2 * L + 1
+    # flash: two products forward and five backward, over the half of the T × T scores that is causal (Dao 2023,
+    # FlashAttention-2); in q, k, v, out y; then in q, k, v, y and its gradient, out three gradients
+    attention = (7 * tokens * T * C * L, 12 * e * tokens * C * L)
+    written_out = (0, 0)
+    if not c.flash:
+        # two and four products over all scores, each with one T × T operand; softmax: in, out; out, gradient in, out
+        written_out = (6 * 2 * tokens * T * C * L, 6 * e * tokens * (H * T + 2 * C) * L)
+        attention = (9 * tokens * H * T * L, 5 * e * tokens * H * T * L)
     return {
         # forward, the inputs' gradients and the weights': three products of one size each, over the step's activations
         "matrix products": (
-            sum(3 * 2 * tokens * n_in * n_out for n_in, n_out in products),
-            sum(3 * e * tokens * (n_in + n_out) for n_in, n_out in products),
+            sum(3 * 2 * tokens * n_in * n_out for n_in, n_out in products) + written_out[0],
+            sum(3 * e * tokens * (n_in + n_out) for n_in, n_out in products) + written_out[1],
         ),
-        # two products forward and five backward, over the half of the T × T scores that is causal (Dao 2023,
-        # FlashAttention-2); in q, k, v, out y; then in q, k, v, y and its gradient, out three gradients
-        "attention": (7 * tokens * T * C * L, 12 * e * tokens * C * L),
+        "attention": attention,
         # the logits: read for the softmax's sum, read again, overwritten by their gradient
         "loss": (8 * tokens * V, 3 * e * tokens * V),
         # with the residual addition. Forward: stream and branch in, stream and normalized out. Backward: stream and two
-        # gradients in; the stream's gradient out, once as it is and once for the branch's products
-        "normalization": (20 * tokens * C * norms, (20 + 4 * e) * tokens * C * norms),
+        # gradients in; the stream's gradient out, and where it has more bytes once more for the branch's products
+        "normalization": (
+            20 * tokens * C * norms,
+            (5 * stream + 3 * e + (e if stream > e else 0)) * tokens * C * norms,
+        ),
         # GELU: in and out; in and gradient in, gradient out
         "element-wise": (20 * tokens * 4 * C * L, 5 * e * tokens * 4 * C * L),
         # clipping reads the gradient; AdamW reads weight, gradient and two moments, and writes all but the gradient

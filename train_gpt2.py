@@ -77,6 +77,7 @@ def main():
     if model is None:
         sizes = dict(n_layer=config.n_layer, n_head=config.n_head, n_embd=config.n_embd)
         model = GPT(GPTConfig(seq_len=T, **sizes, **options))
+    model.config.bf16_residual = config.bf16_residual
     model.to(device)
     # compile: one pass over memory for a chain of element-wise operations, and no Python between kernels. Every shape
     # gets its own graph (dynamic=False): training, validation and HellaSwag have one each, and none is compiled twice.
@@ -218,7 +219,8 @@ def print_plan(config, reasons, model, ranks, train_stream, val_stream, hellaswa
     accumulated = accumulation_steps(config.batch_warmup_steps, config, ranks.world_size)
     micro_steps = sum(accumulation_steps(step, config, ranks.world_size) for step in range(config.max_steps))
     total = micro_steps * config.micro_batch_size * config.seq_len * ranks.world_size
-    switches = {name: getattr(config, name) for name in ("tf32", "compile", "flash", "pad_vocab", "fused_adamw")}
+    names = ("tf32", "compile", "flash", "pad_vocab", "fused_adamw", "bf16_residual")
+    switches = {name: getattr(config, name) for name in names}
     switches[f"autocast {config.autocast}"] = config.autocast != "off"
     off = ", ".join(name.removesuffix(" off") for name, on in switches.items() if not on)
     peak = f"{log.peak_flops / 1e12 / ranks.world_size:g} TFLOP/s a device" if log.peak_flops else None

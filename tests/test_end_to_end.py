@@ -63,7 +63,8 @@ def test_each_optimization_leaves_the_losses_alone(train, tmp_path):
     for flag in ("--flash", "--pad_vocab", "--fused_adamw"):
         off = [f"--no_{name}" for name in ("flash", "pad_vocab", "fused_adamw", "tf32") if f"--{name}" != flag]
         assert logged(train(flag.strip("-"), *off)) == pytest.approx(plain, abs=5e-6), flag
-    assert logged(train("bf16", "--autocast", "bf16")) == pytest.approx(plain, rel=0.002)
+    assert logged(train("bf16", "--autocast", "bf16", "--no_bf16_residual")) == pytest.approx(plain, rel=0.002)
+    assert logged(train("residual", "--autocast", "bf16")) == pytest.approx(plain, rel=0.002)
     fp16 = train("fp16", "--autocast", "fp16")
     assert logged(fp16) == pytest.approx(plain, rel=0.002)
     norms = [[row["grad_norm"] for row in metrics(run) if "lr" in row] for run in (fp16, tmp_path / "log" / "plain")]
@@ -160,7 +161,7 @@ def test_the_plan_says_what_runs(train):
         r"model +2 layers, 2 heads, 32 wide; 1,6\d\d,\d{3} parameters",
         r"batch +256 tokens = 4 sequences × 32 tokens × 2 accumulated × 1 ranks",
         r"training +3 steps, 768 tokens, 0.18 epochs",
-        r"on +flash, pad_vocab, fused_adamw \(off: tf32, compile, autocast\)",
+        r"on +flash, pad_vocab, fused_adamw \(off: tf32, compile, bf16_residual, autocast\)",
         r"data +.*corpus: 3 train shards, 4,200 tokens; 1 val, 400 tokens",
         r"step +2/3 \| loss 1\d\.\d{6} \| lr .* \| norm .* ms \| [\d,]+ tok/s \| 0m0\ds left",
         r"validation loss 10\.\d{4} -> 10\.\d{4} in 3 steps, 768 tokens",

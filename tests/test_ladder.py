@@ -13,7 +13,8 @@ import ladder
 from cli import UserError
 from config import DEMO, Config
 
-OFF = dict(tf32=False, autocast="off", compile=False, flash=False, pad_vocab=False, fused_adamw=False)
+NAMES = ("tf32", "compile", "flash", "pad_vocab", "fused_adamw", "bf16_residual")
+OFF = dict.fromkeys(NAMES, False) | dict(autocast="off")
 
 
 def test_the_first_rung_has_everything_off_and_the_last_the_command_line():

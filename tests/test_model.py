@@ -75,6 +75,23 @@ def test_saved_weights_come_back_bit_for_bit(tmp_path):
             assert torch.equal(again.to_hugging_face()[name], weight), name
 
 
+def test_bf16_residual_differs_by_rounding():
+    x, y = batch()
+    with torch.autocast("cpu", torch.bfloat16):
+        losses = [loss_and_gradients(tiny(bf16_residual=on), x, y)[0] for on in (False, True)]
+        kinds = [block_input_dtype(tiny(bf16_residual=on), x) for on in (False, True)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-3) and losses[0] != losses[1]
+    assert kinds == [torch.float32, torch.bfloat16]
+
+
+def block_input_dtype(model, x):
+    """What the last block gets of the residual stream."""
+    seen = []
+    model.transformer.h[-1].register_forward_pre_hook(lambda block, args: seen.append(args[0].dtype))
+    model(x)
+    return seen[0]
+
+
 def test_flash_is_the_written_out_attention():
     x, y = batch()
     assert_same(loss_and_gradients(tiny(flash=True), x, y), loss_and_gradients(tiny(flash=False), x, y))

@@ -32,6 +32,38 @@ def test_seconds_by_kind():
     assert {kind: s * 1e6 for kind, s in kinds.items()} == pytest.approx(expected)
 
 
+@pytest.mark.parametrize(
+    "name, kind",
+    [
+        ("nvjet_sm90_tst_256x128_64x4_1x2_h_bz_coopA_NNT", "matrix products"),
+        ("void cublasLt::splitKreduce_kernel<32, 16, int, float, __nv_bfloat16>", "matrix products"),
+        ("void cutlass::Kernel2<cutlass_80_simt_sgemm_128x256_8x4_nt_align1>", "matrix products"),
+        ("cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma_f16_knob_26_64x64x64", "attention"),
+        ("void cudnn::fusion::compute_dot_do_o_specialized<true, 64>", "attention"),
+        ("void (anonymous namespace)::softmax_warp_forward<float, float, float, 10, false, false>", "attention"),
+        ("void at::native::cunn_SoftMaxBackward<4, float, float, float, LogSoftMaxBackwardEpilogue>", "loss"),
+        ("triton_red_fused__log_softmax_prepare_softmax_online_19", "loss"),
+        ("triton_per_fused__to_copy_add_embedding_native_layer_norm_nll_loss_forward_16", "normalization"),
+        ("triton_per_fused_add_addmm_native_layer_norm_view_3", "normalization"),
+        ("void at::native::(anonymous namespace)::GammaBetaBackwardCUDAKernelTemplate<float, float>", "normalization"),
+        ("triton_poi_fused_gelu_gelu_backward_view_6", "element-wise"),
+        ("triton_red_fused_cat_sum_transpose_view_12", "element-wise"),
+        ("void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<float>>", "element-wise"),
+        ("triton_poi_fused_cat_transpose_view_11", "copies"),
+        ("triton_poi_fused__to_copy_5", "copies"),
+        ("Memcpy HtoD (Pinned -> Device)", "copies"),
+        ("void at::native::multi_tensor_apply_kernel<FusedOptimizerTensorListMetadata<4>>", "optimizer"),
+        ("ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)", "communication"),
+        ("aten::addmm", "matrix products"),
+        ("aten::_log_softmax", "loss"),
+        ("aten::_fused_adamw_", "optimizer"),
+    ],
+)
+def test_kinds(name, kind):
+    """Names as an H200 and a CPU gave them, shortened."""
+    assert profiler.kind_of(name) == kind
+
+
 def test_a_profiled_run(train):
     run = train("profile", "--profile", 2, "--max_steps", 7)
     profile = json.loads((run / "profile.json").read_text())
