@@ -1,4 +1,5 @@
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -83,14 +84,16 @@ def test_too_few_steps_to_profile(train):
 
 
 def test_work_counts_what_pytorch_counts():
-    """Attention written out has all of the T × T scores, not half, and four products backward, not five."""
+    """Flash attention has half of the T × T scores, and five products backward where there are four written out."""
     config = GPTConfig(seq_len=64, vocab_size=500, n_layer=3, n_head=2, n_embd=32, pad_vocab=False, flash=False)
     model = GPT(config)
     tokens = torch.randint(500, (4, 65))
     with FlopCounterMode(display=False) as counter:
         model(tokens[:, :-1], tokens[:, 1:]).backward()
-    work = profiler.work(config, 64, 4 * 64, bytes_each=4)
-    assert work["matrix products"][0] + work["attention"][0] * 2 * 6 // 7 == counter.get_total_flops()
+    written_out = profiler.work(config, 64, 4 * 64, bytes_each=4)["matrix products"][0]
+    flash = profiler.work(replace(config, flash=True), 64, 4 * 64, bytes_each=4)
+    assert written_out == counter.get_total_flops()
+    assert flash["matrix products"][0] + flash["attention"][0] * 2 * 6 // 7 == written_out
 
 
 def test_least_traffic():
