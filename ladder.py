@@ -51,7 +51,7 @@ RUNGS = {
     "accumulation": ("{total_batch_size:,} tokens a step", dict(total_batch_size=None)),  # None: one micro-batch
     "micro_batch": ("micro-batch of {micro_batch_size}", dict(micro_batch_size=None)),  # None: the first rung's
     "bf16_residual": ("bf16_residual", dict(bf16_residual=False)),
-    "ddp": ("DDP, {world_size} ranks", {}),
+    "ddp": ("DDP × {world_size}", {}),
 }
 
 
@@ -299,7 +299,7 @@ def label(names, result):
         return "baseline"
     facts = result.get("facts") if result["status"] == "done" else None
     labels = [RUNGS[name][0].format(**facts) if facts else name for name in names if name in RUNGS]
-    return "+ " + " + ".join(labels) + (f", {names[1]} ranks" if names[0] == "ddp" and not facts else "")
+    return "+ " + " + ".join(labels) + (f" × {names[1]}" if names[0] == "ddp" and not facts else "")
 
 
 def cells(result, results):

@@ -61,7 +61,7 @@ def test_a_ladder_climbs(train, tmp_path):
         ("+ GPT-3's recipe", "done"),
         ("+ 256 tokens a step", "done"),
         ("+ micro-batch of 4", "done"),
-        ("+ DDP, 2 ranks", "done"),
+        ("+ DDP × 2", "done"),
     ]
     assert results[1]["reason"] == "tf32 is off: it is for NVIDIA GPUs, this is cpu"
     assert results[3]["reason"] == "compile is off on the command line"
