@@ -1,5 +1,7 @@
 """The figures: the ladder, a sweep's heat map, the roofline. Each writes one PNG."""
 
+from itertools import product
+
 INK, MUTED, RULE = "#1f2328", "#6a737d", "#d8dee4"
 SPEED, MEMORY = "#2f6fbb", "#c77d2e"
 PALETTE = ("#2f6fbb", "#c77d2e", "#4f9d69", "#b5495b", "#7d5ba6", "#8a8f98")
@@ -33,7 +35,8 @@ def about(facts):
 
 
 def ladder(results, path):
-    """Tokens/sec and peak memory by rung, the first on top. results: the ladder's rungs that are done."""
+    """Tokens/sec and peak memory by rung, the first on top. results: the ladder's rungs; the done are drawn."""
+    results = [result for result in results if result["status"] == "done"]
     names = [result["rung"] for result in results]
     figure, (speed, memory) = new_figure(
         11, 1.5 + 0.42 * len(names), columns=2, sharey=True, gridspec_kw=dict(width_ratios=(2.6, 1))
@@ -64,31 +67,28 @@ def ladder(results, path):
 def heat_map(axes, results, path):
     """Tokens/sec over a grid: the first axis left to right, all others together top to bottom; failures are named.
 
-    axes: {flag: values}; results: one for each cell, in itertools.product's order, as ladder.measure gives them.
+    axes: {flag: values}; results: those of ladder.measure so far, each with its cell.
     """
-    (across, columns), *_ = axes.items()
-    rows = []
-    for result in results:
-        rest = {name: value for name, value in result["cell"].items() if name != across}
-        if rest not in rows:
-            rows.append(rest)
+    (across, columns), *others = axes.items()
+    rows = [dict(zip((name for name, _ in others), values)) for values in product(*(values for _, values in others))]
     place = {}
     for result in results:
         rest = {name: value for name, value in result["cell"].items() if name != across}
         place[rows.index(rest), columns.index(result["cell"][across])] = result
     rates = {where: r["tokens_per_sec"] for where, r in place.items() if r["status"] == "done"}
-    best = max(rates.values())
+    best, worst = max(rates.values()), min(rates.values())
 
     figure, (ax,) = new_figure(3 + 1.5 * len(columns), 1.8 + 0.75 * len(rows))
     grid = [[rates.get((y, x), float("nan")) for x in range(len(columns))] for y in range(len(rows))]
-    ax.imshow(grid, cmap=HEAT, vmin=0, vmax=1.15 * best, aspect="auto")
+    ax.imshow(grid, cmap=HEAT, vmin=worst - 0.4 * (best - worst) - 1, vmax=best + 1, aspect="auto")
     ax.set_facecolor("#f3f4f6")
-    for (y, x), result in place.items():
+    for y, x in product(range(len(rows)), range(len(columns))):
+        result = place.get((y, x), dict(status="not run", reason="not run"))
         if result["status"] == "done":
             rate = result["tokens_per_sec"]
             text = f"{thousands(rate)}\n{rate / best:.2f} ×, {result['peak_gb']:.1f} GB"
             ax.text(
-                x, y, text, ha="center", va="center", fontsize=10, color="white" if rate > 0.55 * best else INK,
+                x, y, text, ha="center", va="center", fontsize=10, color="white" if rate > (best + worst) / 2 else INK,
                 fontweight="bold" if rate == best else "normal",
             )  # fmt: skip
         else:

@@ -19,6 +19,7 @@ import subprocess
 import sys
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -163,8 +164,8 @@ def prepare(config, kind):
     return folder
 
 
-def save(folder, kind, config, results, markdown):
-    """Write what there is so far: KIND.json and KIND.md."""
+def save(folder, kind, config, results, markdown, draw):
+    """Write what there is so far: KIND.json, KIND.md, and with draw(path) KIND.png."""
     (folder / f"{kind}.json").write_text(
         json.dumps(dict(command=shlex.join(sys.argv), results=results), indent=2) + "\n"
     )
@@ -173,6 +174,7 @@ def save(folder, kind, config, results, markdown):
         versions = f"PyTorch {facts['torch']}" + (f", CUDA {facts['cuda']}" if facts["cuda"] else "")
         about = f"{facts['hardware']}, {versions}. Medians of {config.ladder_steps} steps after {WARMUP} to warm up."
         markdown = f"{markdown}\n\n{about}"
+        draw(folder / f"{kind}.png")
     (folder / f"{kind}.md").write_text(markdown + "\n")
 
 
@@ -231,10 +233,9 @@ def climb(config):
             result["rung"] = label(names, result)
             results.append(result)
             bar.write(row(result, results))
-            save(folder, "ladder", config, results, markdown(results))
+            save(folder, "ladder", config, results, markdown(results), partial(figures.ladder, results))
     done = [result for result in results if result["status"] == "done"]
     if done:
-        figures.ladder(done, folder / "ladder.png")
         print(f"{done[-1]['tokens_per_sec'] / done[0]['tokens_per_sec']:.1f} × from the first rung to the last")
     print(f"{folder}/ has ladder.md, ladder.json, ladder.png and every run")
     report_failures(results)
@@ -372,11 +373,11 @@ def sweep(config):
             else:
                 text = f"{result['status']}: {result['reason']}"
             bar.write(f"{describe(cell):{width}}  {text}")
-            save(folder, "sweep", config, results, sweep_markdown(axes, results))
+            draw = partial(figures.heat_map, axes, results)
+            save(folder, "sweep", config, results, sweep_markdown(axes, results), draw)
     done = sorted((r for r in results if r["status"] == "done"), key=lambda r: r["tokens_per_sec"], reverse=True)
     if not done:
         raise UserError(f"none of the {len(grid)} combinations ran: {results[0]['reason']}")
-    figures.heat_map(axes, results, folder / "sweep.png")
     print(winner(done))
     print(f"{folder}/ has sweep.md, sweep.json, sweep.png and every run")
     report_failures(results)
