@@ -10,6 +10,7 @@ import pytest
 from conftest import ROOT, TINY, expect_error, metrics
 
 import ladder
+import measure
 from cli import UserError
 from config import DEMO, Config
 
@@ -76,7 +77,7 @@ def test_a_ladder_climbs(train, tmp_path):
     assert ddp["facts"]["world_size"] == 2 and ddp["command"].startswith("torchrun --standalone --nproc_per_node=2 ")
     for r in done.values():
         rows = metrics(folder / r["name"])
-        assert len(rows) == ladder.WARMUP + 1  # one of them measured
+        assert len(rows) == measure.WARMUP + 1  # one of them measured
         assert r["ms"] == rows[-1]["step_ms"] and r["tokens_per_sec"] == pytest.approx(rows[-1]["tokens_per_sec"])
         assert 0.1 < r["peak_gb"] < 10 and r["facts"]["wandb_group"] == "climb"
         assert list((folder / r["name"] / "wandb").glob("offline-run-*"))
@@ -116,7 +117,7 @@ def test_a_sweep_finds_the_best_and_survives_the_worst(train):
     results = json.loads((folder / "sweep.json").read_text())["results"]
     assert [tuple(r["cell"].values()) for r in results] == [(n, b) for n in (32, 16777216) for b in (4, 3, 8)]
     assert [r["status"] for r in results] == ["done", "skipped", "done"] + ["skipped"] * 3
-    assert "multiple of micro_batch_size 3" in results[1]["reason"] and results[3]["reason"] == ladder.OUT_OF_MEMORY
+    assert "multiple of micro_batch_size 3" in results[1]["reason"] and results[3]["reason"] == measure.OUT_OF_MEMORY
     assert [results[i]["facts"]["micro_batch_size"] for i in (0, 2)] == [4, 8]
     best, other = sorted((results[0], results[2]), key=lambda r: -r["tokens_per_sec"])
     output = (folder / "output.txt").read_text()
@@ -142,13 +143,13 @@ def test_axes():
 def test_why_a_run_ended():
     memory = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 20.00 MiB."
     for output, code in [(memory, 1), ("Killed", -9), ("  exitcode  : -9 (pid: 7)", 1)]:
-        assert ladder.explain(output, code, "x.txt") == dict(status="skipped", reason="out of memory")
+        assert measure.explain(output, code, "x.txt") == dict(status="skipped", reason="out of memory")
     told = "device     1 × cpu\nerror (rank 1): no train shards in x\nlater"
-    assert ladder.explain(told, 1, "x.txt") == dict(status="skipped", reason="no train shards in x")
-    bug = ladder.explain("Traceback\n  ...\nTypeError: bad operand\n", 1, "x.txt")
+    assert measure.explain(told, 1, "x.txt") == dict(status="skipped", reason="no train shards in x")
+    bug = measure.explain("Traceback\n  ...\nTypeError: bad operand\n", 1, "x.txt")
     assert bug["status"] == "failed" and "TypeError: bad operand" in bug["reason"] and "x.txt" in bug["reason"]
     with pytest.raises(UserError, match="1 of 2 runs failed: 01_tf32"):
-        ladder.report_failures([dict(status="done", name="00"), dict(status="failed", name="01_tf32")])
+        measure.report_failures([dict(status="done", name="00"), dict(status="failed", name="01_tf32")])
 
 
 def test_a_stopped_ladder_leaves_no_run_behind(corpus, tmp_path):
