@@ -65,7 +65,7 @@ class Config:
     """Steps of training; the default is one epoch of 10B tokens."""
 
     tf32: bool = True
-    """TensorFloat-32 tensor cores for what is left in float32."""
+    """TensorFloat-32 tensor cores for products in float32; with autocast none are left."""
     autocast: Literal["bf16", "fp16", "off"] = "bf16"
     """Mixed precision; fp16 scales its gradients and is for GPUs without bf16."""
     compile: bool = True
@@ -123,12 +123,14 @@ class Config:
     """Measure what each optimization buys: a short run with all of them off, then one more with each turned on."""
     rungs: str = "all"
     """The ladder's rungs, with commas, in the order to climb; a+b is one rung that turns on both. What isn't named
-    stays off. There are tf32, bf16, compile, flash, pad_vocab, fused_adamw, recipe, accumulation, micro_batch,
+    stays off. They are tf32, bf16, compile, flash, pad_vocab, fused_adamw, recipe, accumulation, micro_batch,
     bf16_residual, ddp."""
     ladder_steps: int = 20
-    """Steps that are measured on each rung, and in each cell of a sweep, after a few that warm up."""
+    """Steps measured on each rung, and in each cell of a sweep, after a few that warm up. They take the place of
+    max_steps, and there are no evaluations and no checkpoints."""
     profile: int = 0
-    """Trace this many steps with PyTorch's profiler, once the first are over, and print where their time went."""
+    """Trace this many steps with PyTorch's profiler, once the first are over, and print where their time went; 0 is
+    off."""
 
 
 PROFILE_AFTER = 5  # steps that --profile lets pass: compilation, the allocator's growth, the clock's settling
@@ -156,11 +158,16 @@ DEMO = Config(
 
 
 def defaults(arguments):
-    """The defaults that a command line asks for: DEMO for --demo, and for a --ladder without a GPU and without data."""
+    """The defaults that a command line asks for: DEMO for --demo, and for a --ladder where there is no GPU, unless it
+    says what to train on what."""
     if "--demo" in arguments:
         return dataclasses.replace(DEMO, compile="--ladder" in arguments)
     given = {argument.split("=")[0] for argument in arguments}
-    if "--ladder" in arguments and not {"--data_dir", "--device"} & given and not torch.cuda.is_available():
+    if (
+        "--ladder" in arguments
+        and not {"--data_dir", "--device", "--model", "--init_from"} & given
+        and not torch.cuda.is_available()
+    ):
         return dataclasses.replace(DEMO, compile=True)
     return Config()
 
@@ -193,6 +200,10 @@ def resolve(config, ranks, pretrained=None):
             f"--profile {new.profile} starts after {PROFILE_AFTER} steps: "
             f"use --max_steps {PROFILE_AFTER + new.profile} or more"
         )
+    for name in ("val_every", "hellaswag_every", "sample_every", "checkpoint_every"):
+        every = getattr(new, name)
+        if every and any(step % every == 0 for step in range(PROFILE_AFTER, PROFILE_AFTER + new.profile)):
+            raise UserError(f"--{name} {every} falls among the steps that --profile traces: use --{name} 0")
     if new.init_from == "scratch":
         for name, of_size in zip(("n_layer", "n_head", "n_embd"), SIZES[new.model]):
             if getattr(new, name) is None:
@@ -213,16 +224,7 @@ def resolve(config, ranks, pretrained=None):
             )
     if new.device == "auto":
         new.device = ranks.device.type
-    fit_precision(new, ranks.device, reasons)
-    if new.bf16_residual and new.autocast != "bf16":
-        new.bf16_residual = False
-        reasons.append("bf16_residual is off: it goes with --autocast bf16")
-    if new.compile and ranks.device.type == "mps":
-        new.compile = False
-        reasons.append("compile is off: torch.compile is not ready for Apple GPUs")
-    if new.compile and (missing := missing_compiler(ranks.device)):
-        new.compile = False
-        reasons.append(f"compile is off: torch.compile needs {missing}, and this machine has none")
+    fit_device(new, ranks.device, reasons)
 
     share = new.seq_len * ranks.world_size  # tokens in one sequence on every rank
     if new.micro_batch_size is None:
@@ -272,8 +274,22 @@ def nearest_multiples(number, factor):
     return f"{below} or {below + factor}" if below else str(factor)
 
 
+def fit_device(config, device, reasons):
+    """Turn off, in place, what the device does not have, saying so in `reasons`: lines that begin with the flag."""
+    fit_precision(config, device, reasons)
+    if config.bf16_residual and config.autocast != "bf16":
+        config.bf16_residual = False
+        reasons.append("bf16_residual is off: it goes with --autocast bf16")
+    if config.compile and device.type == "mps":
+        config.compile = False
+        reasons.append("compile is off: torch.compile is not ready for Apple GPUs")
+    if config.compile and (missing := missing_compiler(device)):
+        config.compile = False
+        reasons.append(f"compile is off: torch.compile needs {missing}, and this machine has none")
+
+
 def fit_precision(config, device, reasons):
-    """Turn off, in place, what the device's arithmetic does not have, saying so in `reasons`."""
+    """fit_device's part that is about arithmetic."""
     if device.type == "cuda":
         generation = torch.cuda.get_device_capability(device)
         name = torch.cuda.get_device_name(device)

@@ -28,10 +28,15 @@ def thousands(value):
     return f"{value / 1e3:.{0 if value >= 1e4 else 1}f}k" if value < 1e6 else f"{value / 1e6:.2f}M"
 
 
+def word(value):
+    """A flag's value as text."""
+    return {True: "on", False: "off"}[value] if isinstance(value, bool) else str(value)
+
+
 def about(facts):
-    """Hardware, PyTorch and model in a line."""
-    model = "demo's small GPT-2" if facts["demo"] else facts["model"].replace("gpt2", "GPT-2")
-    return f"{model}, {facts['hardware']}, PyTorch {facts['torch']}"
+    """Model, hardware and PyTorch in a line."""
+    sizes = f"{facts['n_layer']} layers, {facts['n_embd']} wide"
+    return f"GPT-2 of {sizes}; {facts['hardware']}, PyTorch {facts['torch']}"
 
 
 def ladder(results, path):
@@ -86,7 +91,8 @@ def heat_map(axes, results, path):
         result = place.get((y, x), dict(status="not run", reason="not run"))
         if result["status"] == "done":
             rate = result["tokens_per_sec"]
-            text = f"{thousands(rate)}\n{rate / best:.2f} ×, {result['peak_gb']:.1f} GB"
+            share = f"MFU {result['mfu']:.1%}" if result["mfu"] else f"{rate / best:.2f} × the best"
+            text = f"{thousands(rate)}\n{share}\n{result['peak_gb']:.1f} GB"
             ax.text(
                 x, y, text, ha="center", va="center", fontsize=10, color="white" if rate > (best + worst) / 2 else INK,
                 fontweight="bold" if rate == best else "normal",
@@ -94,14 +100,13 @@ def heat_map(axes, results, path):
         else:
             reason = result["reason"] if len(result["reason"]) < 20 else result["status"]
             ax.text(x, y, reason.replace("of ", "of\n"), ha="center", va="center", fontsize=9, color=MUTED)
-    words = {True: "on", False: "off"}
-    ax.set_xticks(range(len(columns)), [str(words[v] if isinstance(v, bool) else v) for v in columns])
+    ax.set_xticks(range(len(columns)), [word(value) for value in columns])
     ax.set_xlabel(across, color=INK)
-    labels = [", ".join(f"{name} {words[v] if isinstance(v, bool) else v}" for name, v in row.items()) for row in rows]
+    labels = [", ".join(f"{name} {word(value)}" for name, value in row.items()) for row in rows]
     ax.set_yticks(range(len(rows)), labels)
     ax.spines[:].set_visible(False)
     facts = next(result["facts"] for result in results if result["status"] == "done")
-    ax.set_title(f"tokens/sec, × the best, peak memory: {about(facts)}", loc="left", fontsize=11, color=INK)
+    ax.set_title(f"Tokens/sec and peak memory: {about(facts)}", loc="left", fontsize=11, color=INK)
     figure.savefig(path)
 
 

@@ -18,10 +18,26 @@ from tqdm import tqdm
 
 import figures
 from cli import UserError, parse, run
-from config import Config, defaults
-from measure import OUT_OF_MEMORY, WARMUP, measure, prepare, report_failures, save
+from config import Config, choose_micro_batch_size, defaults, fit_device
+from figures import word
+from measure import EVALUATIONS, OUT_OF_MEMORY, WARMUP, measure, prepare, report_failures, save
+from parallel import Ranks
 
 FIRST_MICRO_BATCH = 16  # on a GPU, and less where that does not fit: what an 80 GB A100 takes with everything off
+
+# What a measurement sets itself
+NOT_SWEPT = {
+    "demo",
+    "ladder",
+    "rungs",
+    "ladder_steps",
+    "profile",
+    "max_steps",
+    "batch_warmup_steps",
+    "log_dir",
+    "run_name",
+}
+NOT_SWEPT |= {"wandb", "wandb_group", "wandb_project", "peak_tflops", "val_steps", "hellaswag_data", *EVALUATIONS}
 
 # A rung's name: its label, and what its flags are without it. With it they are what the command line says.
 RUNGS = {
@@ -65,6 +81,7 @@ def main():
 # The ladder
 
 COLUMNS = ("rung", "ms a step", "tokens/sec", "× before", "× first", "MFU", "peak GB", "loss")
+MEASURES = (1, 2, 5, 6)  # the columns that a sweep has too
 WIDTHS = (28, 10, 11, 8, 8, 6, 8, 8)
 
 
@@ -79,47 +96,50 @@ def climb(config):
     folder = prepare(config, "ladder")
     if config.demo:
         print("The ladder of the demo's small model; with a GPU and data it is that of GPT-2.")
-    short = min(
-        config.warmup_steps, (WARMUP + config.ladder_steps) // 4
-    )  # of the learning rate, within these few steps
-    config = dataclasses.replace(config, warmup_steps=short)
-    gpu = torch.cuda.is_available() and config.device in ("auto", "cuda")
-    first = min(FIRST_MICRO_BATCH, config.micro_batch_size or FIRST_MICRO_BATCH) if gpu else 1
+    # the whole schedule of the learning rate within these few steps
+    squeezed = min(config.warmup_steps, (WARMUP + config.ladder_steps) // 4)
+    config = dataclasses.replace(config, warmup_steps=squeezed)
+    device = choose_device(config)
+    first = first_micro_batch(config, device)
 
-    on = []
+    on = []  # names of the rungs that are climbed
+    before = None  # the config of the last rung that ran
     results = []
     print("  ".join(title.ljust(w) if i == 0 else title.rjust(w) for i, (title, w) in enumerate(zip(COLUMNS, WIDTHS))))
     steps = WARMUP + config.ladder_steps
+
+    def show(result):
+        results.append(result)
+        bar.write(row(result, results))
+        save(folder, "ladder", config, results, markdown(results), partial(figures.ladder, results))
+
     with tqdm(total=len(rungs) * steps, unit="step", leave=False, disable=None) as bar:
         for index, names in enumerate(rungs):
             bar.set_description(" + ".join(map(str, names)))
-            reason = refusal(names, config)
-            if reason:
+            ranks = names[1] if names[0] == "ddp" else 1
+            rung, idle = fit_rung(config, on, names, first, ranks, device, before)
+            for name, reason in idle.items():
+                show(dict(rung=f"+ {name}", name=name, status="skipped", reason=reason))
+            names = tuple(name for name in names if name not in idle)
+            if names in ((), (1,)):
                 bar.update(steps)
-                result = dict(status="skipped", reason=reason)
-            else:
-                before = next((r["facts"] for r in reversed(results) if r["status"] == "done"), None)
-                unlike = before and {flag: before[flag] for name in names if name in RUNGS for flag in RUNGS[name][1]}
-                while True:
-                    ranks = names[1] if names[0] == "ddp" else 1
-                    rung = with_rungs(config, on + list(names), first, ranks)
-                    name = f"{index:02d}_{'+'.join(map(str, names))}" + (f"_B{first}" if index == 0 else "")
-                    result = measure(rung, folder, name, ranks, bar, unlike)
-                    if index > 0 or result.get("reason") != OUT_OF_MEMORY or first == 1:
-                        break
-                    first //= 2  # the first rung's micro-batch is the largest that fits
-                    bar.update(-steps)
+                continue
+            folder_name = f"{index:02d}_{'+'.join(map(str, names))}"
+            result = measure(rung, folder, folder_name, ranks, bar)
+            while index == 0 and result.get("reason") == OUT_OF_MEMORY and first > 1:
+                first //= 2  # the first rung's micro-batch is the largest that fits
+                bar.update(-steps)
+                rung, _ = fit_rung(config, on, names, first, ranks, device, None)
+                result = measure(rung, folder, f"{folder_name}_B{first}", ranks, bar)
             if index == 0 and result["status"] == "skipped" and result["reason"] != OUT_OF_MEMORY:
                 raise UserError(result["reason"])  # a mistake in the flags is one in every rung
-            if result["status"] == "done" and names[0] in RUNGS and names[0] != "ddp":
+            if result["status"] == "done":
                 on += names
-            result["rung"] = label(names, result)
-            results.append(result)
-            bar.write(row(result, results))
-            save(folder, "ladder", config, results, markdown(results), partial(figures.ladder, results))
+                before = rung
+            show(result | dict(rung=label(names, result)))
     done = [result for result in results if result["status"] == "done"]
     if done:
-        print(f"{done[-1]['tokens_per_sec'] / done[0]['tokens_per_sec']:.1f} × from the first rung to the last")
+        print(f"{done[-1]['tokens_per_sec'] / done[0]['tokens_per_sec']:.1f} × from {done[0]['rung']} to the last rung")
     print(f"{folder}/ has ladder.md, ladder.json, ladder.png and every run")
     report_failures(results)
 
@@ -138,7 +158,8 @@ def choose_rungs(text, devices):
 
     Raises UserError for a name that does not exist or comes twice, and an order that makes no sense.
     """
-    chosen = [tuple(part.split("+")) for part in (",".join(RUNGS) if text == "all" else text).split(",")]
+    text = ",".join(RUNGS) if text.strip() == "all" else text.replace(" ", "")
+    chosen = [tuple(part.split("+")) for part in text.split(",")]
     names = list(itertools.chain(*chosen))
     for name in names:
         if name not in RUNGS:
@@ -155,13 +176,39 @@ def choose_rungs(text, devices):
     return chosen
 
 
-def refusal(names, config):
-    """Why a rung need not be tried, or None."""
+def choose_device(config):
+    """The device that the runs will take, found without a word to the GPU's driver that would take memory there."""
+    if config.device != "auto":
+        return torch.device(config.device)
+    return torch.device("cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu")
+
+
+def first_micro_batch(config, device):
+    """The micro-batch of the first rungs: 16 on a GPU, or what is asked for if that is less, and divides the batch."""
+    size = min(FIRST_MICRO_BATCH, config.micro_batch_size or FIRST_MICRO_BATCH) if device.type == "cuda" else 1
+    while size > 1 and config.total_batch_size % (size * config.seq_len):
+        size //= 2
+    return size
+
+
+def fit_rung(config, on, names, first, ranks, device, before):
+    """A rung's config, with `on` and `names` turned on, as the device can run it; and a reason for each of `names` that
+    changes nothing against `before`, the config of the rung before (None for the first)."""
+    rung = with_rungs(config, [*on, *names], first, ranks)
+    notes = []
+    fit_device(rung, device, notes)
+    if device.type != "cuda" and rung.micro_batch_size is None:
+        rung.micro_batch_size, reason = choose_micro_batch_size(rung, Ranks(0, 1, device))
+        notes.append(reason)
+    idle = {}
+    for name in names if before else ():
+        fields = RUNGS[name][1] if name in RUNGS else {}
+        if fields and all(getattr(rung, field) == getattr(before, field) for field in fields):
+            reasons = [note for note in notes if note.split()[0] in fields]
+            idle[name] = "; ".join(reasons) or "off on the command line"
     if names == ("ddp", 1):
-        return "one GPU here" if torch.cuda.is_available() else "no GPUs: torchrun starts several processes on a CPU"
-    off = [name for name in names if name in RUNGS for flag, value in RUNGS[name][1].items()
-           if value is not None and name != "recipe" and getattr(config, flag) == value]  # fmt: skip
-    return f"{', '.join(off)} is off on the command line" if off else None
+        idle = {"ddp": "one GPU here" if device.type == "cuda" else "torchrun starts several processes on a CPU"}
+    return rung, idle
 
 
 def with_rungs(config, on, first, ranks):
@@ -181,9 +228,9 @@ def label(names, result):
     """A rung's name in the table."""
     if names[0] == "baseline":
         return "baseline"
-    facts = result.get("facts") if result["status"] == "done" else None
-    labels = [RUNGS[name][0].format(**facts) if facts else name for name in names if name in RUNGS]
-    return "+ " + " + ".join(labels) + (f" × {names[1]}" if names[0] == "ddp" and not facts else "")
+    if result["status"] != "done":
+        return "+ " + " + ".join(map(str, names)).replace("ddp + ", "DDP × ")
+    return "+ " + " + ".join(RUNGS[name][0].format(**result["facts"]) for name in names if name in RUNGS)
 
 
 def cells(result, results):
@@ -216,7 +263,11 @@ def markdown(results):
     for index, result in enumerate(results):
         texts = cells(result, results[: index + 1])
         lines.append(f"| {' | '.join(texts + [''] * (len(COLUMNS) - len(texts)))} |")
-    lines += ["", "Losses, of the last step, compare between rungs of one recipe and of as many tokens a step."]
+    lines += [
+        "",
+        "Losses, of the last step, compare between rungs of one recipe and of as many tokens a step. The learning",
+    ]
+    lines[-1] += " rate has its whole schedule in these few steps."
     return "\n".join(lines)
 
 
@@ -229,6 +280,8 @@ def sweep(config):
 
     Raises UserError for an axis that is not a flag, or when no combination or not all of them ran.
     """
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        raise UserError("a sweep measures one process at a time: start it with python, not with torchrun")
     axes = dict(read_axis(text) for text in config.sweep)
     if len(axes) < len(config.sweep):
         raise UserError("--sweep names a flag twice")
@@ -263,6 +316,8 @@ def read_axis(text):
     """ "micro_batch_size=8,16" as ("micro_batch_size", [8, 16]). Raises UserError for what is no flag or no value."""
     name, _, values = text.partition("=")
     fields = {field.name: field for field in dataclasses.fields(Config)}
+    if name in NOT_SWEPT:
+        raise UserError(f"--sweep {text}: {name} makes no difference in a measurement")
     if name not in fields or not values:
         raise UserError(f"--sweep {text}: it takes a flag of train_gpt2.py and its values, as micro_batch_size=8,16")
     kind = fields[name].type
@@ -271,14 +326,16 @@ def read_axis(text):
         words = dict(on=True, true=True, off=False, false=False)
         convert = lambda value: words[value.lower()]  # noqa: E731
     try:
-        return name, [convert(value) for value in values.split(",")]
+        converted = [convert(value) for value in values.split(",")]
     except (ValueError, KeyError) as error:
         raise UserError(f"--sweep {text}: {error} is no value of --{name}") from error
+    if len(set(converted)) < len(converted):
+        raise UserError(f"--sweep {text} names a value twice")
+    return name, converted
 
 
 def describe(cell):
-    words = {True: "on", False: "off"}
-    return ", ".join(f"{name} {words[v] if isinstance(v, bool) else v}" for name, v in cell.items())
+    return ", ".join(f"{name} {word(value)}" for name, value in cell.items())
 
 
 def winner(done):
@@ -292,15 +349,12 @@ def winner(done):
 
 
 def sweep_markdown(axes, results):
-    lines = [
-        f"| {' | '.join(axes)} | ms a step | tokens/sec | MFU | peak GB |",
-        "| --- " * len(axes) + "|" + " ---: |" * 4,
-    ]
+    lines = [f"| {' | '.join(axes)} | {' | '.join(COLUMNS[i] for i in MEASURES)} |"]
+    lines.append("| --- " * len(axes) + "|" + " ---: |" * len(MEASURES))
     for result in results:
         texts = cells(result | dict(rung=""), [result])
-        texts = [texts[1], texts[2], texts[5], texts[6]] if len(texts) > 2 else [texts[1], "", "", ""]
-        lines.append(f"| {' | '.join(describe({name: v})[len(name) + 1 :] for name, v in result['cell'].items())} | "
-                     f"{' | '.join(texts)} |")  # fmt: skip
+        texts = [texts[i] for i in MEASURES] if len(texts) > 2 else [texts[1], "", "", ""]
+        lines.append(f"| {' | '.join([*map(word, result['cell'].values()), *texts])} |")
     return "\n".join(lines)
 
 

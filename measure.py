@@ -16,25 +16,30 @@ import time
 from pathlib import Path
 
 from cli import UserError
-from config import check_bounds, flags
+from config import Config, check_bounds, flags
 from data import open_shards
 
 WARMUP = 5  # steps before those that are measured: compilation, the allocator's growth, the clock's settling
 OUT_OF_MEMORY = "out of memory"
+OUT_OF_MEMORY_SIGNS = r"OutOfMemoryError|out of memory|can't allocate memory|STATUS_ALLOC_FAILED|exitcode *: -9"
 # What torchrun tells its processes, which is not meant for those that they start
-TORCHRUN = re.compile(r"(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)$|ROLE_NAME$|MASTER_(ADDR|PORT)$|TORCHELASTIC_")
+TORCHRUN = re.compile(
+    r"(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)$|ROLE_NAME$|MASTER_(ADDR|PORT)$|TORCHELASTIC_|TORCH_NCCL_ASYNC_ERROR"
+)
+EVALUATIONS = ("val_every", "hellaswag_every", "sample_every", "checkpoint_every")
 
 
-def measure(config, folder, name, ranks, bar, unlike=None):
+def measure(config, folder, name, ranks, bar):
     """Train WARMUP + ladder_steps steps in a process of its own, and return what it measured as a plain dictionary.
 
     status is "done", "skipped" (what was asked for is not to be had here: see reason) or "failed" (a bug: see reason).
-    Done comes with ms a step and tokens/sec (medians of the measured steps), mfu, peak_gb, loss (of the last step), and
-    facts, the run's config.json. unlike: flags with values that would make the run a repetition; it is then skipped.
+    Done comes with ms a step, tokens/sec and mfu (medians of the measured steps), spread (the distance between the
+    quartiles of a step's ms, over their median), peak_gb, loss (of the last step), and facts, the run's config.json.
     """
     steps = WARMUP + config.ladder_steps
-    evaluations = dict.fromkeys(("val_every", "hellaswag_every", "sample_every", "checkpoint_every"), 0)
-    config = dataclasses.replace(config, **evaluations, max_steps=steps, ladder=False, rungs="all", ladder_steps=20)
+    off = dict.fromkeys((*EVALUATIONS, "batch_warmup_steps"), 0)
+    own = dict(ladder=Config.ladder, rungs=Config.rungs, ladder_steps=Config.ladder_steps)
+    config = dataclasses.replace(config, **off, **own, max_steps=steps)
     shown = flags(dataclasses.replace(config, log_dir="log", run_name=None))  # as a person would repeat it
     config = dataclasses.replace(config, log_dir=str(folder), run_name=name, wandb_group=folder.name)
     launcher, options = "python", []
@@ -46,8 +51,9 @@ def measure(config, folder, name, ranks, bar, unlike=None):
     command = [sys.executable, *module, *options, script, *flags(config)]
 
     environment = {key: value for key, value in os.environ.items() if not TORCHRUN.match(key)}
+    if "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("OMP_NUM_THREADS") == "1":
+        del environment["OMP_NUM_THREADS"]  # torchrun sets it for several processes, and will again for those of DDP
     began = bar.n
-    notes = []
     output = open(folder / f"{name}.txt", "w", buffering=1)
     process = subprocess.Popen(
         command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
@@ -55,15 +61,8 @@ def measure(config, folder, name, ranks, bar, unlike=None):
     try:
         for line in process.stdout:
             output.write(line)
-            if line.startswith("note "):
-                notes.append(line.removeprefix("note").strip())
             if line.startswith("step "):
                 bar.update(1)
-                if unlike and not result.get("facts"):
-                    result["facts"] = json.loads((folder / name / "config.json").read_text())
-                    if all(result["facts"][flag] == value for flag, value in unlike.items()):
-                        about = [note for note in notes if note.split()[0] in unlike]
-                        return result | dict(status="skipped", reason="; ".join(about) or "it changes nothing here")
         code = process.wait()
     finally:
         # also on Ctrl-C: no training is left behind on the GPU
@@ -79,12 +78,15 @@ def measure(config, folder, name, ranks, bar, unlike=None):
         name: rows[-1][key] and statistics.median(row[key] for row in rows[WARMUP:])
         for name, key in (("ms", "step_ms"), ("tokens_per_sec", "tokens_per_sec"), ("mfu", "mfu"))
     }
+    ms = [row["step_ms"] for row in rows[WARMUP:]]
+    quartiles = statistics.quantiles(ms, n=4) if len(ms) > 1 else ms * 3
+    medians["spread"] = (quartiles[2] - quartiles[0]) / quartiles[1]
     return result | medians | dict(peak_gb=rows[-1]["peak_gb"], loss=rows[-1]["train_loss"], facts=facts)
 
 
 def explain(output, code, where):
     """Status and reason of a run that ended with a code other than 0."""
-    if code == -9 or re.search(r"OutOfMemoryError|out of memory|can't allocate memory|exitcode *: -9", output):
+    if code == -9 or re.search(OUT_OF_MEMORY_SIGNS, output):
         return dict(status="skipped", reason=OUT_OF_MEMORY)
     errors = re.findall(r"^error(?: \(rank \d+\))?: (.*)", output, flags=re.MULTILINE)
     if errors:
@@ -119,7 +121,11 @@ def save(folder, kind, config, results, markdown, draw):
     facts = next((result["facts"] for result in results if result["status"] == "done"), None)
     if facts:
         versions = f"PyTorch {facts['torch']}" + (f", CUDA {facts['cuda']}" if facts["cuda"] else "")
-        about = f"{facts['hardware']}, {versions}. Medians of {config.ladder_steps} steps after {WARMUP} to warm up."
+        spread = max(result["spread"] for result in results if result["status"] == "done")
+        about = (
+            f"{facts['hardware']}, {versions}. Medians of {config.ladder_steps} steps after {WARMUP} to warm up; "
+            f"the middle half of a run's steps spans {spread:.1%} of its median, or less."
+        )
         markdown = f"{markdown}\n\n{about}"
         draw(folder / f"{kind}.png")
     (folder / f"{kind}.md").write_text(markdown + "\n")

@@ -9,8 +9,10 @@ import torch
 
 import figures
 from config import PROFILE_AFTER
+from optim import accumulation_steps
 
 IDLE = "idle"
+REST = "Python, compiled"  # on a CPU: what is in no operation, such as the kernels that torch.compile wrote
 COMMUNICATION = "communication"
 # A kernel is of the first kind whose pattern its name matches. Names that Inductor gives list the operations it fused.
 KINDS = {
@@ -34,29 +36,27 @@ def kind_of(kernel):
 def start(config, model_config, log):
     """A running profiler for config.profile steps, after PROFILE_AFTER: call its step() after each training step.
 
-    When they are over it prints the table and writes trace.json.gz, profile.json and, where the GPU's peaks are known,
-    roofline.png to the run's folder. What lies between the steps, evaluations for example, is traced with them.
+    When they are over it prints the table and writes trace.json.gz, profile.json and, for a compiled run in 16 bits on
+    a GPU whose peaks are known, roofline.png to the run's folder. What lies between the steps is traced with them.
     """
     steps = config.profile
     gpu = log.device.type == "cuda"
+    world_size = log.facts["world_size"]
 
     def report(profile):
         trace = log.folder / "trace.json.gz"
         profile.export_chrome_trace(str(trace))
         seconds, kinds = gpu_time(read_trace(trace)) if gpu else cpu_time(profile)
-        table = {kind: dict(ms=1000 * s / steps, share=s / seconds) for kind, s in kinds.most_common()}
-        roof = gpu_roof(log.device, log.peak_flops and log.peak_flops / log.facts["world_size"])
-        if roof:
-            tokens = config.total_batch_size // log.facts["world_size"]
-            bytes_each = 4 if config.autocast == "off" else 2
-            for kind, (flops, moved) in work(model_config, config.seq_len, tokens, bytes_each).items():
-                if kind in table:
-                    reached, intensity = flops / table[kind]["ms"] * 1000, flops / moved
-                    of_roof = reached / min(roof[0], intensity * roof[1])
-                    table[kind] |= dict(flop_per_byte=intensity, tflops=reached / 1e12, of_roof=of_roof)
-            figures.roofline(table, *roof, log.facts, log.folder / "roofline.png")
+        roof = gpu_roof(log.device, log.peak_flops and log.peak_flops / world_size)
+        if not config.compile or config.autocast == "off":
+            roof = None  # the peak is that of 16 bits, and the bytes are those of fused operations
+        accumulated = [accumulation_steps(PROFILE_AFTER + i, config, world_size) for i in range(steps)]
+        tokens = sum(accumulated) / steps * config.micro_batch_size * config.seq_len
+        table = make_table(kinds, seconds, steps, roof, work(model_config, config.seq_len, tokens))
         (log.folder / "profile.json").write_text(json.dumps(dict(steps=steps, roof=roof, kinds=table), indent=2) + "\n")
-        print_table(table, steps, seconds, roof)
+        if roof:
+            figures.roofline(table, *roof, log.facts, log.folder / "roofline.png")
+        print_table(table, steps, seconds, "GPU time by kind of kernel" if gpu else "time by kind of operation", roof)
         print(f"trace: {trace} (open it in https://ui.perfetto.dev)")
 
     activities = [torch.profiler.ProfilerActivity.CPU] + [torch.profiler.ProfilerActivity.CUDA] * gpu
@@ -66,16 +66,25 @@ def start(config, model_config, log):
     return profile
 
 
-def print_table(table, steps, seconds, roof):
-    """One line a kind, the largest first."""
-    print(
-        f"profile of {steps} steps of {1000 * seconds / steps:.2f} ms"
-        + (", GPU time by kind of kernel" if roof else "")
-    )
-    print(
-        f"{'':16s} {'ms a step':>10s} {'share':>7s}"
-        + (f" {'FLOP/byte':>10s} {'TFLOP/s':>8s} {'of roof':>8s}" if roof else "")
-    )
+def make_table(kinds, seconds, steps, roof, work):
+    """{kind: row}, the largest first: ms a step and share of the time; under a roof also FLOP/byte, TFLOP/s, of_roof.
+
+    kinds: seconds by kind, of `seconds` in all, in `steps` steps; roof: gpu_roof's; work: a step's, as from work().
+    """
+    table = {kind: dict(ms=1000 * s / steps, share=s / seconds) for kind, s in kinds.most_common()}
+    for kind, (flops, moved) in work.items() if roof else ():
+        if kind in table:
+            reached, intensity = flops / table[kind]["ms"] * 1000, flops / moved
+            of_roof = reached / min(roof[0], intensity * roof[1])
+            table[kind] |= dict(flop_per_byte=intensity, tflops=reached / 1e12, of_roof=of_roof)
+    return table
+
+
+def print_table(table, steps, seconds, title, roof):
+    """One line a kind."""
+    print(f"profile of {steps} steps of {1000 * seconds / steps:.2f} ms, the tracing included: {title}")
+    columns = f" {'FLOP/byte':>10s} {'TFLOP/s':>8s} {'of roof':>8s}" if roof else ""
+    print(f"{'':16s} {'ms a step':>10s} {'share':>7s}{columns}")
     for kind, row in table.items():
         text = f"{kind:16s} {row['ms']:10.2f} {row['share']:7.1%}"
         if "tflops" in row:
@@ -123,14 +132,14 @@ def covered(spans):
 
 
 def cpu_time(profile):
-    """As gpu_time, on a CPU: time in operations, less that of the operations they call; the rest, Python's, is IDLE."""
+    """As gpu_time, on a CPU: time in operations, less that of the operations they call; what remains is REST."""
     averages = profile.key_averages()
     seconds = sum(e.cpu_time_total for e in averages if e.key.startswith("ProfilerStep")) / 1e6
     kinds = Counter()
     for event in averages:
         if "::" in event.key:
             kinds[kind_of(event.key)] += event.self_cpu_time_total / 1e6
-    kinds[IDLE] = seconds - sum(kinds.values())
+    kinds[REST] = seconds - sum(kinds.values())
     return seconds, kinds
 
 
@@ -149,15 +158,16 @@ def gpu_roof(device, peak_flops):
     return peak_flops, 2 * clock * 1e3 * width / 8  # two transfers a clock
 
 
-def work(c, T, tokens, bytes_each):
+def work(c, T, tokens):
     """What a step has to do: {kind: (FLOPs, bytes)}, for `tokens` tokens in sequences of T and a GPTConfig c.
 
     Bytes are those that cannot be avoided when every operation reads its inputs and writes its outputs once, forward
-    and backward: bytes_each for activations (2 under autocast), 4 for the residual stream without bf16_residual and for
-    the optimizer. FLOPs of all but matrix products and attention are counted roughly by hand; where bandwidth is the
-    roof they cancel out. Attention that is written out has its products among the matrix products, like its kernels.
+    and backward: 2 for activations, 4 for the residual stream without bf16_residual and in the optimizer; the weights
+    are left out (1% of a micro-batch of 64 × 1024 tokens). FLOPs of all but matrix products and attention are counted
+    roughly by hand; where bandwidth is the roof they cancel out. Attention that is written out has its products among
+    the matrix products, like its kernels.
     """
-    L, C, H, V, e = c.n_layer, c.n_embd, c.n_head, c.vocab_size, bytes_each
+    L, C, H, V, e = c.n_layer, c.n_embd, c.n_head, c.vocab_size, 2
     stream = 2 if c.bf16_residual else 4
     products = [(C, 3 * C), (C, C), (C, 4 * C), (4 * C, C)] * L + [(C, V)]  # (in, out) of each linear layer
     weights = 12 * L * C * C + (V + T) * C

@@ -45,7 +45,7 @@ def main():
     device = ranks.device
     B, T = config.micro_batch_size, config.seq_len
 
-    # tf32: float32 products on tensor cores, with 10 bits of mantissa for 23; what autocast leaves in float32 gains
+    # tf32: float32 products on tensor cores, with 10 bits of mantissa for 23 (autocast leaves none in float32)
     torch.set_float32_matmul_precision("high" if config.tf32 else "highest")
 
     # autocast: products and attention in 16 bits, twice tf32's rate and half its bytes; weights stay float32

@@ -7,12 +7,13 @@ import sys
 import time
 
 import pytest
+import torch
 from conftest import ROOT, TINY, expect_error, metrics
 
 import ladder
 import measure
 from cli import UserError
-from config import DEMO, Config
+from config import DEMO, Config, defaults
 
 NAMES = ("tf32", "compile", "flash", "pad_vocab", "fused_adamw", "bf16_residual")
 OFF = dict.fromkeys(NAMES, False) | dict(autocast="off")
@@ -51,7 +52,7 @@ def test_rungs_by_name():
 
 def test_a_ladder_climbs(train, tmp_path):
     """Under torchrun, with rungs that measure, change nothing here, turn on two, run on two ranks."""
-    rungs = "tf32,flash+pad_vocab,compile,recipe,accumulation,micro_batch,ddp"
+    rungs = "tf32 + flash+pad_vocab, compile,recipe,accumulation,micro_batch,ddp"
     folder = train("climb", "--ladder", "--rungs", rungs, "--ladder_steps", 1, "--wandb", "offline", ranks=2)
     results = json.loads((folder / "ladder.json").read_text())["results"]
     assert [(r["rung"], r["status"]) for r in results] == [
@@ -65,7 +66,8 @@ def test_a_ladder_climbs(train, tmp_path):
         ("+ DDP × 2", "done"),
     ]
     assert results[1]["reason"] == "tf32 is off: it is for NVIDIA GPUs, this is cpu"
-    assert results[3]["reason"] == "compile is off on the command line"
+    assert results[3]["reason"] == "off on the command line"
+    assert not (folder / "02_compile").exists()  # nothing is started that would change nothing
     done = {r["rung"]: r for r in results if r["status"] == "done"}
     baseline, flash, recipe, whole, larger, ddp = done.values()
     assert OFF.items() < baseline["facts"].items() and baseline["facts"]["total_batch_size"] == 32
@@ -87,7 +89,7 @@ def test_a_ladder_climbs(train, tmp_path):
         assert f"{rung:28}  {r['ms']:10.2f}  {r['tokens_per_sec']:11,.0f}" in output
         assert f"| {rung} | {r['ms']:.2f} | {r['tokens_per_sec']:,.0f} |" in table
     ratio = ddp["tokens_per_sec"] / baseline["tokens_per_sec"]
-    assert f"{ratio:.2f} | – |" in table and f"\n{ratio:.1f} × from the first rung to the last" in output
+    assert f"{ratio:.2f} | – |" in table and f"\n{ratio:.1f} × from baseline to the last rung" in output
     assert output.count("error") == 0 and (folder / "ladder.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -135,14 +137,19 @@ def test_axes():
     assert ladder.read_axis("compile=on,off") == ("compile", [True, False])
     assert ladder.read_axis("lr=1e-3") == ("lr", [1e-3])
     assert ladder.read_axis("model=gpt2,gpt2-xl") == ("model", ["gpt2", "gpt2-xl"])
-    for text in ("batch=1", "flash", "flash=", "lr=fast", "seq_len=1.5"):
+    for text in ("batch=1", "flash", "flash=", "lr=fast", "seq_len=1.5", "max_steps=5,10", "profile=0,2", "lr=1,1"):
         with pytest.raises(UserError, match="--sweep " + text):
             ladder.read_axis(text)
 
 
 def test_why_a_run_ended():
     memory = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 20.00 MiB."
-    for output, code in [(memory, 1), ("Killed", -9), ("  exitcode  : -9 (pid: 7)", 1)]:
+    for output, code in [
+        (memory, 1),
+        ("CUBLAS_STATUS_ALLOC_FAILED when", 1),
+        ("Killed", -9),
+        ("  exitcode  : -9 (pid: 7)", 1),
+    ]:
         assert measure.explain(output, code, "x.txt") == dict(status="skipped", reason="out of memory")
     told = "device     1 × cpu\nerror (rank 1): no train shards in x\nlater"
     assert measure.explain(told, 1, "x.txt") == dict(status="skipped", reason="no train shards in x")
@@ -157,7 +164,7 @@ def test_a_stopped_ladder_leaves_no_run_behind(corpus, tmp_path):
     process = subprocess.Popen(
         [sys.executable, str(ROOT / "train_gpt2.py"), *flags], cwd=tmp_path, env=dict(os.environ)
     )
-    progress = tmp_path / "log/stop/00_baseline_B1/metrics.jsonl"
+    progress = tmp_path / "log/stop/00_baseline/metrics.jsonl"
     until = time.monotonic() + 120
     while not (progress.exists() and progress.stat().st_size) and time.monotonic() < until:
         time.sleep(0.1)
@@ -169,17 +176,92 @@ def test_a_stopped_ladder_leaves_no_run_behind(corpus, tmp_path):
 
 
 def test_defaults_without_a_gpu(monkeypatch):
-    import torch
-
-    from config import defaults
-
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     small = dataclasses.replace(DEMO, compile=True)
     assert defaults(["--ladder"]) == defaults(["--ladder", "--demo"]) == small
     assert defaults(["--ladder", "--data_dir", "x"]) == defaults(["--ladder", "--data_dir=x"]) == Config()
     assert defaults(["--demo"]) == DEMO and defaults(["--lr", "1"]) == Config()
+    for given in ("--model", "--init_from", "--device"):
+        assert defaults(["--ladder", given, "x"]) == Config()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert defaults(["--ladder"]) == Config()
+
+
+@pytest.fixture
+def canned(monkeypatch, corpus, tmp_path):
+    """Climb a ladder whose measurements are made up: results(rung's config) stands in for measure.measure."""
+
+    def climb(results, **given):
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setattr(
+            ladder, "measure", lambda config, folder, name, ranks, bar: results(config) | dict(name=name)
+        )
+        ladder.climb(Config(data_dir=str(corpus), run_name="canned", device="cpu", compile=False, **given))
+        return json.loads((tmp_path / "log/canned/ladder.json").read_text())["results"]
+
+    return climb
+
+
+def done(config, rate):
+    facts = dict(vars(config), world_size=1, hardware="none", torch="2", cuda=None)
+    return dict(status="done", ms=1.0, tokens_per_sec=rate, mfu=None, spread=0, peak_gb=1.0, loss=9.0, facts=facts)
+
+
+def test_the_first_micro_batch_is_halved_until_it_fits(canned, monkeypatch):
+    monkeypatch.setattr(ladder, "first_micro_batch", lambda config, device: 16)
+    sizes = []
+
+    def results(config):
+        sizes.append((config.micro_batch_size, config.total_batch_size))
+        if config.micro_batch_size > 4:
+            return dict(status="skipped", reason=measure.OUT_OF_MEMORY)
+        return done(config, 1000 * len(sizes))
+
+    rungs = canned(results, rungs="flash")
+    assert sizes == [(16, 16 * 1024), (8, 8 * 1024), (4, 4 * 1024), (4, 4 * 1024)]
+    assert [r["status"] for r in rungs] == ["done", "done"]
+
+
+def test_a_rung_that_does_not_fit_or_fails_is_left_out(canned, capsys):
+    """The rungs after it climb on without it; a failure also ends the ladder with an error, at its end."""
+
+    def results(config):
+        if config.flash:
+            return dict(status="skipped", reason=measure.OUT_OF_MEMORY)
+        if config.pad_vocab:
+            return dict(status="failed", reason="exit code 1, a bug")
+        return done(config, 3000.0 if config.fused_adamw else 1000.0)
+
+    with pytest.raises(UserError, match="1 of 4 runs failed: 02_pad_vocab"):
+        canned(results, rungs="flash,pad_vocab,fused_adamw")
+    out = capsys.readouterr().out
+    assert "+ flash                       skipped: out of memory" in out
+    assert "+ pad_vocab                   failed: exit code 1, a bug" in out
+    assert "3.0 × from baseline to the last rung" in out
+
+
+def test_the_first_micro_batch_divides_the_batch():
+    gpu = torch.device("cuda")
+    assert (
+        ladder.first_micro_batch(Config(), gpu) == 16 and ladder.first_micro_batch(Config(), torch.device("cpu")) == 1
+    )
+    assert ladder.first_micro_batch(DEMO, gpu) == 8  # of 1,024 tokens in sequences of 128
+    assert ladder.first_micro_batch(Config(micro_batch_size=4), gpu) == 4
+
+
+def test_only_on_one_machine_and_sweeps_in_one_process(monkeypatch, corpus):
+    monkeypatch.setenv("WORLD_SIZE", "16")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    with pytest.raises(UserError, match="one machine"):
+        ladder.climb(Config(data_dir=str(corpus)))
+    with pytest.raises(UserError, match="with python"):
+        ladder.sweep(ladder.SweepConfig(data_dir=str(corpus), sweep=("lr=1,2",)))
+
+
+def test_help_names_the_rungs():
+    helped = subprocess.run([sys.executable, ROOT / "train_gpt2.py", "--help"], capture_output=True, text=True)
+    text = helped.stdout[helped.stdout.index("--rungs") : helped.stdout.index("--ladder_steps")]
+    assert [name for name in ladder.RUNGS if name not in text] == []
 
 
 def test_every_rung_has_its_paragraph():

@@ -1,4 +1,5 @@
 import json
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -6,6 +7,7 @@ import torch
 from conftest import expect_error
 from torch.utils.flop_counter import FlopCounterMode
 
+import figures
 import profiler
 from model import GPT, GPTConfig
 
@@ -90,15 +92,46 @@ def test_work_counts_what_pytorch_counts():
     tokens = torch.randint(500, (4, 65))
     with FlopCounterMode(display=False) as counter:
         model(tokens[:, :-1], tokens[:, 1:]).backward()
-    written_out = profiler.work(config, 64, 4 * 64, bytes_each=4)["matrix products"][0]
-    flash = profiler.work(replace(config, flash=True), 64, 4 * 64, bytes_each=4)
+    written_out = profiler.work(config, 64, 4 * 64)["matrix products"][0]
+    flash = profiler.work(replace(config, flash=True), 64, 4 * 64)
     assert written_out == counter.get_total_flops()
     assert flash["matrix products"][0] + flash["attention"][0] * 2 * 6 // 7 == written_out
 
 
 def test_least_traffic():
     """One layer of width 1, a vocabulary of 10, by hand, for a token in 2 bytes."""
-    work = profiler.work(GPTConfig(vocab_size=10, n_layer=1, n_head=1, n_embd=1), 1, 1, 2)
+    work = profiler.work(GPTConfig(vocab_size=10, n_layer=1, n_head=1, n_embd=1), 1, 1)
     assert work["matrix products"][1] == 3 * 2 * ((1 + 3) + (1 + 1) + (1 + 4) + (4 + 1) + (1 + 10))
     assert work["loss"][1] == 10 * 3 * 2 and work["attention"][1] == 12 * 2
     assert work["normalization"][1] == 3 * 28 and work["element-wise"][1] == 4 * 5 * 2
+
+
+def test_the_table_and_the_roofline(tmp_path, capsys):
+    """A device of 100 FLOP/s and 10 bytes/s; two steps. Loss is under the slope, products are under the flat part."""
+    kinds = Counter({"matrix products": 10.0, "loss": 6.0, profiler.IDLE: 4.0})
+    table = profiler.make_table(kinds, 20.0, 2, (100.0, 10.0), {"matrix products": (400, 20), "loss": (6, 12)})
+    assert list(table) == ["matrix products", "loss", "idle"]
+    assert table["matrix products"] == pytest.approx(
+        dict(ms=5000, share=0.5, flop_per_byte=20, tflops=80e-12, of_roof=0.8)
+    )
+    assert table["loss"]["of_roof"] == pytest.approx((6 / 3) / (0.5 * 10))  # 2 FLOP/s of 5
+    assert table["idle"] == dict(ms=2000, share=0.2)
+    profiler.print_table(table, 2, 20.0, "GPU time", (100.0, 10.0))
+    assert "matrix products     5000.00   50.0%       20.0      0.0      80%" in capsys.readouterr().out
+    facts = dict(n_layer=1, n_embd=8, hardware="a GPU", torch="2")
+    figures.roofline(table, 100.0, 10.0, facts, tmp_path / "roofline.png")
+    assert (tmp_path / "roofline.png").read_bytes().startswith(b"\x89PNG")
+    assert "of_roof" not in profiler.make_table(kinds, 20.0, 2, None, {"loss": (6, 12)})["loss"]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_the_roof_of_a_gpu():
+    name = torch.cuda.get_device_name()
+    peak, bandwidth = profiler.gpu_roof(torch.device("cuda", 0), 989.4e12)
+    assert peak == 989.4e12 and 1e11 < bandwidth < 2e13
+    if "H200" in name:
+        assert bandwidth == pytest.approx(4.8e12, rel=0.05)  # data sheet
+
+
+def test_evaluations_are_not_profiled(train):
+    expect_error(train("x", "--profile", 2, "--max_steps", 9, "--val_every", 3, fails=True), "--val_every 3")
