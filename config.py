@@ -160,6 +160,8 @@ DEMO = Config(
 def defaults(arguments):
     """The defaults that a command line asks for: DEMO for --demo, and for a --ladder where there is no GPU, unless it
     says what to train on what."""
+    if {"--help", "-h"} & set(arguments):
+        return Config()
     if "--demo" in arguments:
         return dataclasses.replace(DEMO, compile="--ladder" in arguments)
     given = {argument.split("=")[0] for argument in arguments}
@@ -195,6 +197,8 @@ def resolve(config, ranks, pretrained=None):
     reasons = []
 
     check_bounds(new)
+    if new.rungs != "all":
+        raise UserError("--rungs chooses rungs of the ladder: add --ladder")
     if new.profile and new.max_steps < PROFILE_AFTER + new.profile:
         raise UserError(
             f"--profile {new.profile} starts after {PROFILE_AFTER} steps: "

@@ -17,7 +17,7 @@ def new_figure(width, height, columns=1, **options):
     for ax in axes:
         ax.spines[["top", "right"]].set_visible(False)
         ax.spines[["left", "bottom"]].set_color(RULE)
-        ax.tick_params(colors=INK, length=0, labelsize=9)
+        ax.tick_params(which="both", colors=INK, length=0, labelsize=9)
     return figure, axes
 
 
@@ -25,7 +25,9 @@ def thousands(value):
     """A rate in a few characters: 527k, 1.05M."""
     if value < 1e3:
         return f"{value:.0f}"
-    return f"{value / 1e3:.{0 if value >= 1e4 else 1}f}k" if value < 1e6 else f"{value / 1e6:.2f}M"
+    if value < 1e5:
+        return f"{value / 1e3:.{2 if value < 1e4 else 1}f}k"
+    return f"{value / 1e3:.0f}k" if value < 1e6 else f"{value / 1e6:.2f}M"
 
 
 def word(value):
@@ -59,7 +61,8 @@ def ladder(results, path):
         ax.spines["bottom"].set_visible(False)
         ax.set_title(title, loc="left", fontsize=10, color=MUTED)
         for place, value in enumerate(values):
-            text = f"{thousands(value)}   {value / values[0]:.1f} ×" if ax is speed else f"{value:.1f}"
+            ratio = value / values[0]
+            text = f"{thousands(value)}   {ratio:.{2 if ratio < 10 else 1}f} ×" if ax is speed else f"{value:.1f}"
             ax.text(value + 0.012 * max(values), place, text, va="center", fontsize=9, color=INK)
     speed.set_yticks(places, names)
     speed.invert_yaxis()
@@ -83,7 +86,7 @@ def heat_map(axes, results, path):
     rates = {where: r["tokens_per_sec"] for where, r in place.items() if r["status"] == "done"}
     best, worst = max(rates.values()), min(rates.values())
 
-    figure, (ax,) = new_figure(3 + 1.5 * len(columns), 1.8 + 0.75 * len(rows))
+    figure, (ax,) = new_figure(max(7, 3 + 1.5 * len(columns)), 1.8 + 0.75 * len(rows))
     grid = [[rates.get((y, x), float("nan")) for x in range(len(columns))] for y in range(len(rows))]
     ax.imshow(grid, cmap=HEAT, vmin=worst - 0.4 * (best - worst) - 1, vmax=best + 1, aspect="auto")
     ax.set_facecolor("#f3f4f6")
@@ -106,7 +109,7 @@ def heat_map(axes, results, path):
     ax.set_yticks(range(len(rows)), labels)
     ax.spines[:].set_visible(False)
     facts = next(result["facts"] for result in results if result["status"] == "done")
-    ax.set_title(f"Tokens/sec and peak memory: {about(facts)}", loc="left", fontsize=11, color=INK)
+    ax.set_title(f"Tokens/sec and peak memory\n{about(facts)}", loc="left", fontsize=11, color=INK)
     figure.savefig(path)
 
 

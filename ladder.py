@@ -94,8 +94,9 @@ def climb(config):
         return  # the first of torchrun's processes starts all others itself
     rungs = [("baseline",), *choose_rungs(config.rungs, count_devices(config))]
     folder = prepare(config, "ladder")
-    if config.demo:
-        print("The ladder of the demo's small model; with a GPU and data it is that of GPT-2.")
+    print(
+        f"results: {folder}/" + (", of the demo's small model (GPT-2's needs a GPU, and data)" if config.demo else "")
+    )
     # the whole schedule of the learning rate within these few steps
     squeezed = min(config.warmup_steps, (WARMUP + config.ladder_steps) // 4)
     config = dataclasses.replace(config, warmup_steps=squeezed)
@@ -111,13 +112,14 @@ def climb(config):
     def show(result):
         results.append(result)
         bar.write(row(result, results))
+        bar.write(doubt(result), end="")
         save(folder, "ladder", config, results, markdown(results), partial(figures.ladder, results))
 
     with tqdm(total=len(rungs) * steps, unit="step", leave=False, disable=None) as bar:
         for index, names in enumerate(rungs):
             bar.set_description(" + ".join(map(str, names)))
             ranks = names[1] if names[0] == "ddp" else 1
-            rung, idle = fit_rung(config, on, names, first, ranks, device, before)
+            rung, idle = fit_rung(config, on, names, first, device, before)
             for name, reason in idle.items():
                 show(dict(rung=f"+ {name}", name=name, status="skipped", reason=reason))
             names = tuple(name for name in names if name not in idle)
@@ -129,7 +131,7 @@ def climb(config):
             while index == 0 and result.get("reason") == OUT_OF_MEMORY and first > 1:
                 first //= 2  # the first rung's micro-batch is the largest that fits
                 bar.update(-steps)
-                rung, _ = fit_rung(config, on, names, first, ranks, device, None)
+                rung, _ = fit_rung(config, on, names, first, device, None)
                 result = measure(rung, folder, f"{folder_name}_B{first}", ranks, bar)
             if index == 0 and result["status"] == "skipped" and result["reason"] != OUT_OF_MEMORY:
                 raise UserError(result["reason"])  # a mistake in the flags is one in every rung
@@ -142,6 +144,13 @@ def climb(config):
         print(f"{done[-1]['tokens_per_sec'] / done[0]['tokens_per_sec']:.1f} × from {done[0]['rung']} to the last rung")
     print(f"{folder}/ has ladder.md, ladder.json, ladder.png and every run")
     report_failures(results)
+
+
+def doubt(result):
+    """A line about a measurement that cannot be trusted, or nothing."""
+    if result.get("spread", 0) < 0.2:
+        return ""
+    return f"    (half of its steps differ by {result['spread']:.0%} and more: is something else running here?)\n"
 
 
 def count_devices(config):
@@ -168,6 +177,8 @@ def choose_rungs(text, devices):
             raise UserError(f"--rungs names {name} twice")
     if "micro_batch" in names and "accumulation" not in names[: names.index("micro_batch")]:
         raise UserError("--rungs: micro_batch needs accumulation before it, since a micro-batch is a part of a batch")
+    if "ddp" in names and "accumulation" not in names:
+        raise UserError("--rungs: ddp needs accumulation before it, since the GPUs divide one batch")
     if "ddp" in names:
         if chosen[-1] != ("ddp",):
             raise UserError("--rungs: ddp comes last, and alone")
@@ -191,10 +202,10 @@ def first_micro_batch(config, device):
     return size
 
 
-def fit_rung(config, on, names, first, ranks, device, before):
+def fit_rung(config, on, names, first, device, before):
     """A rung's config, with `on` and `names` turned on, as the device can run it; and a reason for each of `names` that
     changes nothing against `before`, the config of the rung before (None for the first)."""
-    rung = with_rungs(config, [*on, *names], first, ranks)
+    rung = with_rungs(config, [*on, *names], first)
     notes = []
     fit_device(rung, device, notes)
     if device.type != "cuda" and rung.micro_batch_size is None:
@@ -207,11 +218,16 @@ def fit_rung(config, on, names, first, ranks, device, before):
             reasons = [note for note in notes if note.split()[0] in fields]
             idle[name] = "; ".join(reasons) or "off on the command line"
     if names == ("ddp", 1):
-        idle = {"ddp": "one GPU here" if device.type == "cuda" else "torchrun starts several processes on a CPU"}
+        alone = (
+            "one GPU here"
+            if device.type == "cuda"
+            else "no GPUs here: torchrun --nproc_per_node=2 starts two processes"
+        )
+        idle = {"ddp": alone}
     return rung, idle
 
 
-def with_rungs(config, on, first, ranks):
+def with_rungs(config, on, first):
     """config with every rung off that is not in `on`; `first` is the micro-batch without its rung."""
     changes = {}
     for name, (_, off) in RUNGS.items():
@@ -220,7 +236,7 @@ def with_rungs(config, on, first, ranks):
     if "micro_batch" not in on:
         changes["micro_batch_size"] = first
     if "accumulation" not in on:
-        changes["total_batch_size"] = first * config.seq_len * ranks
+        changes["total_batch_size"] = first * config.seq_len
     return dataclasses.replace(config, **changes)
 
 
@@ -265,9 +281,8 @@ def markdown(results):
         lines.append(f"| {' | '.join(texts + [''] * (len(COLUMNS) - len(texts)))} |")
     lines += [
         "",
-        "Losses, of the last step, compare between rungs of one recipe and of as many tokens a step. The learning",
+        "Losses are those of the last step: compare them where the recipe and the tokens a step are the same.",
     ]
-    lines[-1] += " rate has its whole schedule in these few steps."
     return "\n".join(lines)
 
 
@@ -282,6 +297,8 @@ def sweep(config):
     """
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
         raise UserError("a sweep measures one process at a time: start it with python, not with torchrun")
+    if not config.sweep:
+        raise UserError("--sweep needs at least one flag and its values, as micro_batch_size=8,16")
     axes = dict(read_axis(text) for text in config.sweep)
     if len(axes) < len(config.sweep):
         raise UserError("--sweep names a flag twice")
@@ -302,6 +319,7 @@ def sweep(config):
             else:
                 text = f"{result['status']}: {result['reason']}"
             bar.write(f"{describe(cell):{width}}  {text}")
+            bar.write(doubt(result), end="")
             draw = partial(figures.heat_map, axes, results)
             save(folder, "sweep", config, results, sweep_markdown(axes, results), draw)
     done = sorted((r for r in results if r["status"] == "done"), key=lambda r: r["tokens_per_sec"], reverse=True)
@@ -328,7 +346,7 @@ def read_axis(text):
     try:
         converted = [convert(value) for value in values.split(",")]
     except (ValueError, KeyError) as error:
-        raise UserError(f"--sweep {text}: {error} is no value of --{name}") from error
+        raise UserError(f"--sweep {text}: not all of {values} are values of --{name}") from error
     if len(set(converted)) < len(converted):
         raise UserError(f"--sweep {text} names a value twice")
     return name, converted

@@ -105,7 +105,7 @@ class RunLog:
         self.folder = Path(config.log_dir) / config.run_name
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            if (self.folder / "log.txt").exists():
+            if any(self.folder.iterdir()):
                 raise UserError(f"{self.folder} already holds a run: choose another --run_name, or delete it")
             # line-buffered: what was logged is in the file, whatever happens next
             self.log_txt = open(self.folder / "log.txt", "w", buffering=1)
