@@ -10,6 +10,7 @@ import pytest
 import torch
 from conftest import ROOT, TINY, expect_error, metrics
 
+import config as config_module
 import ladder
 import measure
 from cli import UserError
@@ -211,7 +212,7 @@ def canned(monkeypatch, corpus, tmp_path):
         monkeypatch.setattr(
             ladder, "measure", lambda config, folder, name, ranks, bar: results(config) | dict(name=name)
         )
-        ladder.climb(Config(data_dir=str(corpus), run_name="canned", device="cpu", compile=False, **given))
+        ladder.climb(Config(**dict(data_dir=str(corpus), run_name="canned", device="cpu", compile=False) | given))
         return json.loads((tmp_path / "log/canned/ladder.json").read_text())["results"]
 
     return climb
@@ -253,6 +254,59 @@ def test_a_rung_that_does_not_fit_or_fails_is_left_out(canned, capsys):
     assert "+ flash                       skipped: out of memory" in out
     assert "+ pad_vocab                   failed: exit code 1, a bug" in out
     assert "3.0 × from baseline to the last rung" in out
+
+
+@pytest.fixture
+def gpus(monkeypatch):
+    """Make the driver's answers those of a machine with `count` GPUs; nothing runs on them."""
+
+    def pretend(name, generation, count):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: generation)
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+        monkeypatch.setattr(config_module, "missing_compiler", lambda device: None)
+
+    return pretend
+
+
+def test_the_whole_ladder_on_four_gpus(canned, gpus):
+    gpus("NVIDIA H200", (9, 0), 4)
+    seen = []
+
+    def results(config):
+        seen.append(config)
+        return done(dataclasses.replace(config, micro_batch_size=config.micro_batch_size or 64), 1000.0 * len(seen))
+
+    rungs = canned(results, device="auto", compile=True)
+    assert [r["status"] for r in rungs] == ["done"] * 13
+    assert [r["rung"] for r in rungs][7:] == [
+        "+ GPT-3's recipe",
+        "+ 524,288 tokens a step",
+        "+ micro-batch of 64",
+        "+ bf16_residual",
+        "+ DDP × 1",  # the stand-in's world_size
+        "+ DDP × 1",
+    ]
+    changed = []
+    for one, two in zip(seen, seen[1:]):
+        changed.append({name for name in vars(one) if getattr(one, name) != getattr(two, name)})
+    recipe = set(ladder.RUNGS["recipe"][1])
+    assert changed[:6] == [{"tf32"}, {"autocast"}, {"compile"}, {"flash"}, {"pad_vocab"}, {"fused_adamw"}]
+    assert changed[6:] == [recipe, {"total_batch_size"}, {"micro_batch_size"}, {"bf16_residual"}, set(), set()]
+    assert (seen[0].micro_batch_size, seen[0].total_batch_size) == (16, 16 * 1024)
+
+
+def test_a_gpu_without_bf16_and_tf32(canned, gpus):
+    gpus("Tesla T4", (7, 5), 1)
+    rungs = canned(lambda config: done(config, 1000.0), device="auto", rungs="tf32,bf16,bf16_residual,accumulation,ddp")
+    assert [(r["rung"], r["status"], r.get("reason")) for r in rungs[1:]] == [
+        ("+ tf32", "skipped", "tf32 is off: Tesla T4 does not have it"),
+        ("+ autocast fp16", "done", None),
+        ("+ bf16_residual", "skipped", "bf16_residual is off: it goes with --autocast bf16"),
+        ("+ 524,288 tokens a step", "done", None),
+        ("+ ddp", "skipped", "one GPU here"),
+    ]
 
 
 def test_the_first_micro_batch_divides_the_batch():
