@@ -284,6 +284,9 @@ def fit_device(config, device, reasons):
     if config.bf16_residual and config.autocast != "bf16":
         config.bf16_residual = False
         reasons.append("bf16_residual is off: it goes with --autocast bf16")
+    if config.bf16_residual and device.type == "cpu":
+        config.bf16_residual = False
+        reasons.append("bf16_residual is off: it is for GPUs, a CPU's LayerNorm and additions are faster in float32")
     if config.compile and device.type == "mps":
         config.compile = False
         reasons.append("compile is off: torch.compile is not ready for Apple GPUs")

@@ -148,9 +148,11 @@ def climb(config):
 
 def doubt(result):
     """A line about a measurement that cannot be trusted, or nothing."""
-    if result.get("spread", 0) < 0.2:
+    if result.get("spread", 0) < 0.3:
         return ""
-    return f"    (half of its steps differ by {result['spread']:.0%} and more: is something else running here?)\n"
+    return (
+        f"    (its steps are uneven, the middle half spans {result['spread']:.0%}: is something else running here?)\n"
+    )
 
 
 def count_devices(config):

@@ -129,3 +129,9 @@ def test_errors_on_the_command_line(command):
 def test_flags_parse_into_the_config_they_came_from(config, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["train_gpt2.py", *flags(config)])
     assert parse(Config, default=defaults(sys.argv)) == config
+
+
+def test_bf16_residual_is_for_gpus(monkeypatch):
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: dict(avx512_bf16=True))
+    config, reasons = resolved(autocast="bf16")
+    assert config.autocast == "bf16" and not config.bf16_residual and "bf16_residual is off: it is for GPUs" in reasons

@@ -63,8 +63,7 @@ def test_each_optimization_leaves_the_losses_alone(train, tmp_path):
     for flag in ("--flash", "--pad_vocab", "--fused_adamw"):
         off = [f"--no_{name}" for name in ("flash", "pad_vocab", "fused_adamw", "tf32") if f"--{name}" != flag]
         assert logged(train(flag.strip("-"), *off)) == pytest.approx(plain, abs=5e-6), flag
-    assert logged(train("bf16", "--autocast", "bf16", "--no_bf16_residual")) == pytest.approx(plain, rel=0.002)
-    assert logged(train("residual", "--autocast", "bf16")) == pytest.approx(plain, rel=0.002)
+    assert logged(train("bf16", "--autocast", "bf16")) == pytest.approx(plain, rel=0.002)
     fp16 = train("fp16", "--autocast", "fp16")
     assert logged(fp16) == pytest.approx(plain, rel=0.002)
     norms = [[row["grad_norm"] for row in metrics(run) if "lr" in row] for run in (fp16, tmp_path / "log" / "plain")]

@@ -123,7 +123,7 @@ def test_bad_ladders_end_in_one_line(train, command, tmp_path):
 
 
 def test_a_measurement_in_doubt_says_so():
-    assert "half of its steps differ by 35%" in ladder.doubt(dict(spread=0.35))
+    assert "the middle half spans 35%" in ladder.doubt(dict(spread=0.35))
     assert ladder.doubt(dict(spread=0.05)) == ladder.doubt(dict(status="skipped")) == ""
 
 
