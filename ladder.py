@@ -25,19 +25,11 @@ from parallel import Ranks
 
 FIRST_MICRO_BATCH = 16  # on a GPU, and less where that does not fit: what an 80 GB A100 takes with everything off
 
-# What a measurement sets itself
-NOT_SWEPT = {
-    "demo",
-    "ladder",
-    "rungs",
-    "ladder_steps",
-    "profile",
-    "max_steps",
-    "batch_warmup_steps",
-    "log_dir",
-    "run_name",
-}
-NOT_SWEPT |= {"wandb", "wandb_group", "wandb_project", "peak_tflops", "val_steps", "hellaswag_data", *EVALUATIONS}
+# What a measurement sets itself, or has no use for
+NOT_SWEPT = (
+    "demo ladder rungs ladder_steps profile max_steps batch_warmup_steps log_dir run_name wandb wandb_group".split()
+)
+NOT_SWEPT += ["wandb_project", "peak_tflops", "val_steps", "hellaswag_data", *EVALUATIONS]
 
 # A rung's name: its label, and what its flags are without it. With it they are what the command line says.
 RUNGS = {
@@ -220,11 +212,7 @@ def fit_rung(config, on, names, first, device, before):
             reasons = [note for note in notes if note.split()[0] in fields]
             idle[name] = "; ".join(reasons) or "off on the command line"
     if names == ("ddp", 1):
-        alone = (
-            "one GPU here"
-            if device.type == "cuda"
-            else "no GPUs here: torchrun --nproc_per_node=2 starts two processes"
-        )
+        alone = "one GPU here" if device.type == "cuda" else "no GPUs here: torchrun starts more processes"
         idle = {"ddp": alone}
     return rung, idle
 
