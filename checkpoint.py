@@ -1,5 +1,6 @@
 """Checkpoints: a Hugging Face folder (config.json, model.safetensors, the tokenizer) with a training.json of ours."""
 
+import contextlib
 import json
 import os
 import shutil
@@ -41,16 +42,30 @@ def load_model(name, **options):
 
     Raises UserError when there is none.
     """
+    load_config(name)
+    with explained(name):
+        return GPT.from_pretrained(name, **options)
+
+
+def load_config(name):
+    """The GPTConfig of what load_model would load. Raises UserError when there is none, or another vocabulary."""
     if checkpoints := sorted(Path(name).glob("checkpoint_*")):
         raise UserError(f"{name} is a run's folder: give one of its checkpoints, such as {checkpoints[-1]}")
+    with explained(name):
+        config = GPT.pretrained_config(name)
+    if config.vocab_size != VOCAB_SIZE:
+        raise UserError(f"{name} has a vocabulary of {config.vocab_size}, but GPT-2's has {VOCAB_SIZE}")
+    return config
+
+
+@contextlib.contextmanager
+def explained(name):
+    """Errors of reading a model, as a UserError."""
     try:
-        model = GPT.from_pretrained(name, **options)
+        yield
     except (OSError, ValueError, KeyError, SafetensorError) as error:
         reason = (str(error).strip() or "no reason given").splitlines()[0]
         raise UserError(
             f"cannot load {name} ({type(error).__name__}: {reason}); give a checkpoint, a Hugging Face folder, or "
             "gpt2, gpt2-medium, gpt2-large or gpt2-xl"
         ) from error
-    if model.config.vocab_size != VOCAB_SIZE:
-        raise UserError(f"{name} has a vocabulary of {model.config.vocab_size}, but GPT-2's has {VOCAB_SIZE}")
-    return model

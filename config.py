@@ -12,6 +12,13 @@ import torch
 from cli import UserError
 from tokenizer import VOCAB_SIZE
 
+# flags that the model has too
+MODEL_SWITCHES = ("flash", "pad_vocab", "bf16_residual")
+# what interrupts training now and then
+EVALUATIONS = ("val_every", "hellaswag_every", "sample_every", "checkpoint_every")
+# steps that are not measured: compilation, the allocator's growth, the clock's settling
+SETTLING_STEPS = 5
+
 # layers, heads, width (Radford et al. 2019, table 2; heads as in OpenAI's released weights)
 SIZES = {
     "gpt2": (12, 12, 768),  # 124M parameters
@@ -133,8 +140,6 @@ class Config:
     off."""
 
 
-PROFILE_AFTER = 5  # steps that --profile lets pass: compilation, the allocator's growth, the clock's settling
-
 # A small model that learns something on two CPU cores within two minutes. Nearly all of its time goes into the
 # vocabulary of 50257, so micro-batches are small enough for their logits to stay in the cache.
 DEMO = Config(
@@ -199,14 +204,14 @@ def resolve(config, ranks, pretrained=None):
     check_bounds(new)
     if new.rungs != "all":
         raise UserError("--rungs chooses rungs of the ladder: add --ladder")
-    if new.profile and new.max_steps < PROFILE_AFTER + new.profile:
+    if new.profile and new.max_steps < SETTLING_STEPS + new.profile:
         raise UserError(
-            f"--profile {new.profile} starts after {PROFILE_AFTER} steps: "
-            f"use --max_steps {PROFILE_AFTER + new.profile} or more"
+            f"--profile {new.profile} starts after {SETTLING_STEPS} steps: "
+            f"use --max_steps {SETTLING_STEPS + new.profile} or more"
         )
-    for name in ("val_every", "hellaswag_every", "sample_every", "checkpoint_every"):
+    for name in EVALUATIONS:
         every = getattr(new, name)
-        if every and any(step % every == 0 for step in range(PROFILE_AFTER, PROFILE_AFTER + new.profile)):
+        if every and any(step % every == 0 for step in range(SETTLING_STEPS, SETTLING_STEPS + new.profile)):
             raise UserError(f"--{name} {every} falls among the steps that --profile traces: use --{name} 0")
     if new.init_from == "scratch":
         for name, of_size in zip(("n_layer", "n_head", "n_embd"), SIZES[new.model]):
@@ -259,7 +264,7 @@ def check_bounds(config):
     """Raises UserError for a number that no run can have."""
     lowest = dict.fromkeys(("n_layer", "n_head", "n_embd", "seq_len", "micro_batch_size", "total_batch_size"), 1)
     lowest |= dict.fromkeys(("max_steps", "val_steps", "ladder_steps"), 1)
-    lowest |= dict.fromkeys(("val_every", "hellaswag_every", "sample_every", "checkpoint_every", "seed", "profile"), 0)
+    lowest |= dict.fromkeys((*EVALUATIONS, "seed", "profile"), 0)
     lowest |= dict.fromkeys(
         ("lr", "min_lr_ratio", "warmup_steps", "weight_decay", "grad_clip", "batch_warmup_steps"), 0
     )

@@ -35,6 +35,11 @@ def word(value):
     return {True: "on", False: "off"}[value] if isinstance(value, bool) else str(value)
 
 
+def describe(cell):
+    """Flags with their values as text."""
+    return ", ".join(f"{name} {word(value)}" for name, value in cell.items())
+
+
 def about(facts):
     """Model, hardware and PyTorch in a line."""
     sizes = f"{facts['n_layer']} layers, {facts['n_embd']} wide"
@@ -105,8 +110,7 @@ def heat_map(axes, results, path):
             ax.text(x, y, reason.replace("of ", "of\n"), ha="center", va="center", fontsize=9, color=MUTED)
     ax.set_xticks(range(len(columns)), [word(value) for value in columns])
     ax.set_xlabel(across, color=INK)
-    labels = [", ".join(f"{name} {word(value)}" for name, value in row.items()) for row in rows]
-    ax.set_yticks(range(len(rows)), labels)
+    ax.set_yticks(range(len(rows)), [describe(row) for row in rows])
     ax.spines[:].set_visible(False)
     facts = next(result["facts"] for result in results if result["status"] == "done")
     ax.set_title(f"Tokens/sec and peak memory\n{about(facts)}", loc="left", fontsize=11, color=INK)

@@ -18,10 +18,10 @@ from tqdm import tqdm
 
 import figures
 from cli import UserError, parse, run
-from config import Config, choose_micro_batch_size, defaults, fit_device
-from figures import word
-from measure import EVALUATIONS, OUT_OF_MEMORY, WARMUP, measure, prepare, report_failures, save
-from parallel import Ranks
+from config import EVALUATIONS, SETTLING_STEPS, Config, choose_micro_batch_size, defaults, fit_device
+from figures import describe, word
+from measure import OUT_OF_MEMORY, measure, prepare, report_failures, save
+from parallel import Ranks, choose_device_type
 
 FIRST_MICRO_BATCH = 16  # on a GPU, and less where that does not fit: what an 80 GB A100 takes with everything off
 
@@ -90,16 +90,16 @@ def climb(config):
         f"results: {folder}/" + (", of the demo's small model (GPT-2's needs a GPU, and data)" if config.demo else "")
     )
     # the whole schedule of the learning rate within these few steps
-    squeezed = min(config.warmup_steps, (WARMUP + config.ladder_steps) // 4)
+    squeezed = min(config.warmup_steps, (SETTLING_STEPS + config.ladder_steps) // 4)
     config = dataclasses.replace(config, warmup_steps=squeezed)
-    device = choose_device(config)
+    device = torch.device(choose_device_type(config.device))
     first = first_micro_batch(config, device)
 
     on = []  # names of the rungs that are climbed
     before = None  # the config of the last rung that ran
     results = []
     print("  ".join(title.ljust(w) if i == 0 else title.rjust(w) for i, (title, w) in enumerate(zip(COLUMNS, WIDTHS))))
-    steps = WARMUP + config.ladder_steps
+    steps = SETTLING_STEPS + config.ladder_steps
 
     def show(result):
         results.append(result)
@@ -179,13 +179,6 @@ def choose_rungs(text, devices):
         counts = {2**i for i in range(1, devices.bit_length()) if 2**i <= devices} | {devices}
         chosen[-1:] = [("ddp", count) for count in sorted(counts)]
     return chosen
-
-
-def choose_device(config):
-    """The device that the runs will take, found without a word to the GPU's driver that would take memory there."""
-    if config.device != "auto":
-        return torch.device(config.device)
-    return torch.device("cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu")
 
 
 def first_micro_batch(config, device):
@@ -296,7 +289,7 @@ def sweep(config):
     results = []
     grid = list(itertools.product(*axes.values()))
     width = max(len(describe(dict(zip(axes, values)))) for values in grid)
-    with tqdm(total=len(grid) * (WARMUP + config.ladder_steps), unit="step", leave=False, disable=None) as bar:
+    with tqdm(total=len(grid) * (SETTLING_STEPS + config.ladder_steps), unit="step", leave=False, disable=None) as bar:
         for index, values in enumerate(grid):
             cell = dict(zip(axes, values))
             bar.set_description(describe(cell))
@@ -340,10 +333,6 @@ def read_axis(text):
     if len(set(converted)) < len(converted):
         raise UserError(f"--sweep {text} names a value twice")
     return name, converted
-
-
-def describe(cell):
-    return ", ".join(f"{name} {word(value)}" for name, value in cell.items())
 
 
 def winner(done):

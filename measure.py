@@ -16,27 +16,25 @@ import time
 from pathlib import Path
 
 from cli import UserError
-from config import Config, check_bounds, flags
+from config import EVALUATIONS, SETTLING_STEPS, Config, check_bounds, flags
 from data import open_shards
 
-WARMUP = 5  # steps before those that are measured: compilation, the allocator's growth, the clock's settling
 OUT_OF_MEMORY = "out of memory"
 OUT_OF_MEMORY_SIGNS = r"OutOfMemoryError|out of memory|can't allocate memory|STATUS_ALLOC_FAILED|exitcode *: -9"
 # What torchrun tells its processes, which is not meant for those that they start
 TORCHRUN = re.compile(
     r"(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)$|ROLE_NAME$|MASTER_(ADDR|PORT)$|TORCHELASTIC_|TORCH_NCCL_ASYNC_ERROR"
 )
-EVALUATIONS = ("val_every", "hellaswag_every", "sample_every", "checkpoint_every")
 
 
 def measure(config, folder, name, ranks, bar):
-    """Train WARMUP + ladder_steps steps in a process of its own, and return what it measured as a plain dictionary.
+    """Train SETTLING_STEPS + ladder_steps steps in a process of its own; returns a plain dictionary.
 
     status is "done", "skipped" (what was asked for is not to be had here: see reason) or "failed" (a bug: see reason).
     Done comes with ms a step, tokens/sec and mfu (medians of the measured steps), spread (the distance between the
     quartiles of a step's ms, over their median), peak_gb, loss (of the last step), and facts, the run's config.json.
     """
-    steps = WARMUP + config.ladder_steps
+    steps = SETTLING_STEPS + config.ladder_steps
     off = dict.fromkeys((*EVALUATIONS, "batch_warmup_steps"), 0)
     own = dict(ladder=Config.ladder, rungs=Config.rungs, ladder_steps=Config.ladder_steps)
     config = dataclasses.replace(config, **off, **own, max_steps=steps)
@@ -75,10 +73,10 @@ def measure(config, folder, name, ranks, bar):
     rows = [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
     facts = json.loads((folder / name / "config.json").read_text())
     medians = {
-        name: rows[-1][key] and statistics.median(row[key] for row in rows[WARMUP:])
+        name: rows[-1][key] and statistics.median(row[key] for row in rows[SETTLING_STEPS:])
         for name, key in (("ms", "step_ms"), ("tokens_per_sec", "tokens_per_sec"), ("mfu", "mfu"))
     }
-    ms = [row["step_ms"] for row in rows[WARMUP:]]
+    ms = [row["step_ms"] for row in rows[SETTLING_STEPS:]]
     quartiles = statistics.quantiles(ms, n=4) if len(ms) > 1 else ms * 3
     medians["spread"] = (quartiles[2] - quartiles[0]) / quartiles[1]
     return result | medians | dict(peak_gb=rows[-1]["peak_gb"], loss=rows[-1]["train_loss"], facts=facts)
@@ -123,8 +121,8 @@ def save(folder, kind, config, results, markdown, draw):
         versions = f"PyTorch {facts['torch']}" + (f", CUDA {facts['cuda']}" if facts["cuda"] else "")
         spread = max(result["spread"] for result in results if result["status"] == "done")
         about = (
-            f"{facts['hardware']}, {versions}. Medians of {config.ladder_steps} steps after {WARMUP} to warm up; "
-            f"the middle half of a run's steps spans {spread:.1%} of its median, or less."
+            f"{facts['hardware']}, {versions}. Medians of {config.ladder_steps} steps after {SETTLING_STEPS} to warm up"
+            f"; the middle half of a run's steps spans {spread:.1%} of its median, or less."
         )
         markdown = f"{markdown}\n\n{about}"
         draw(folder / f"{kind}.png")

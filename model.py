@@ -219,27 +219,26 @@ class GPT(nn.Module):
     def from_pretrained(cls, name, **options):
         """The model in a Hugging Face folder, or by its name on the hub: gpt2, gpt2-medium, gpt2-large, gpt2-xl, ...
 
-        options: GPTConfig's flash, pad_vocab, bf16_residual.
+        options: GPTConfig's, but for the sizes.
         Raises OSError when it cannot be read or downloaded, ValueError when it is not a GPT-2.
         """
         from safetensors.torch import load_file
 
-        folder = Path(name)
-        if not folder.is_dir():
-            if folder.exists() or len(folder.parts) > 2 or str(name)[0] in "./~":
-                raise FileNotFoundError(f"{name} is not a folder with config.json and model.safetensors")
-            from huggingface_hub import hf_hub_download
+        model = cls(cls.pretrained_config(name, **options))
+        model.load_hugging_face(load_file(find_file(name, "model.safetensors")))
+        return model
 
-            folder = Path(hf_hub_download(str(name), "config.json")).parent
-            hf_hub_download(str(name), "model.safetensors")
-        sizes = json.loads((folder / "config.json").read_text())
+    @staticmethod
+    def pretrained_config(name, **options):
+        """The GPTConfig of the model that from_pretrained would load; raises the same."""
+        sizes = json.loads(find_file(name, "config.json").read_text())
         if (
             not isinstance(sizes, dict)
             or sizes.get("model_type") != "gpt2"
             or sizes.get("activation_function", "gelu_new") != "gelu_new"
         ):
             raise ValueError(f"{name}: config.json does not describe a GPT-2")
-        config = GPTConfig(
+        return GPTConfig(
             seq_len=sizes["n_positions"],
             vocab_size=sizes["vocab_size"],
             n_layer=sizes["n_layer"],
@@ -247,9 +246,6 @@ class GPT(nn.Module):
             n_embd=sizes["n_embd"],
             **options,
         )
-        model = cls(config)
-        model.load_hugging_face(load_file(folder / "model.safetensors"))
-        return model
 
     def save_pretrained(self, folder):
         """Write config.json and model.safetensors as `transformers` reads them. The folder must exist."""
@@ -311,3 +307,15 @@ class GPT(nn.Module):
                     f"{name} is {tuple(weight.shape)} in the weights, {tuple(parameter.shape)} in the model"
                 )
             parameter.copy_(weight)
+
+
+def find_file(name, file):
+    """The path of a file in a Hugging Face folder, or of a repository on its hub, from which it is downloaded once."""
+    folder = Path(name)
+    if folder.is_dir():
+        return folder / file
+    if folder.exists() or len(folder.parts) > 2 or str(name)[0] in "./~":
+        raise FileNotFoundError(f"{name} is not a folder with config.json and model.safetensors")
+    from huggingface_hub import hf_hub_download
+
+    return Path(hf_hub_download(str(name), file))

@@ -51,19 +51,24 @@ class Ranks:
         return result
 
 
+def choose_device_type(choice):
+    """What "auto" stands for on this machine: "cuda", "mps" or "cpu"; another choice stands for itself."""
+    if choice != "auto":
+        return choice
+    return "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+
+
 def start(device_type):
     """Join torchrun's other processes, if it started this one, and take a device: "auto", "cuda", "cpu" or "mps".
 
     Raises UserError when the device is not there, or there are more ranks than GPUs.
     """
-    mps = torch.backends.mps.is_available()
-    if device_type == "auto":
-        device_type = "cuda" if torch.cuda.is_available() else "mps" if mps else "cpu"
+    device_type = choose_device_type(device_type)
     if device_type == "cuda" and not torch.cuda.is_available():
         raise UserError(
             "--device cuda, but PyTorch sees no GPU: check nvidia-smi and the PyTorch build, or use --device cpu"
         )
-    if device_type == "mps" and not mps:
+    if device_type == "mps" and not torch.backends.mps.is_available():
         raise UserError("--device mps, but PyTorch sees no Apple GPU: use --device cpu")
     world_size = int(os.environ.get("WORLD_SIZE", 1))
     if device_type == "mps" and world_size > 1:

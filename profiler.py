@@ -8,7 +8,7 @@ from collections import Counter
 import torch
 
 import figures
-from config import PROFILE_AFTER
+from config import SETTLING_STEPS
 from optim import accumulation_steps
 
 IDLE = "idle"
@@ -34,7 +34,7 @@ def kind_of(kernel):
 
 
 def start(config, model_config, log):
-    """A running profiler for config.profile steps, after PROFILE_AFTER: call its step() after each training step.
+    """A running profiler for config.profile steps, after SETTLING_STEPS: call its step() after each training step.
 
     When they are over it prints the table and writes trace.json.gz, profile.json and, for a compiled run in 16 bits on
     a GPU whose peaks are known, roofline.png to the run's folder. What lies between the steps is traced with them.
@@ -50,7 +50,7 @@ def start(config, model_config, log):
         roof = gpu_roof(log.device, log.peak_flops and log.peak_flops / world_size)
         if not config.compile or config.autocast == "off":
             roof = None  # the peak is that of 16 bits, and the bytes are those of fused operations
-        accumulated = [accumulation_steps(PROFILE_AFTER + i, config, world_size) for i in range(steps)]
+        accumulated = [accumulation_steps(SETTLING_STEPS + i, config, world_size) for i in range(steps)]
         tokens = sum(accumulated) / steps * config.micro_batch_size * config.seq_len
         table = make_table(kinds, seconds, steps, roof, work(model_config, config.seq_len, tokens))
         (log.folder / "profile.json").write_text(json.dumps(dict(steps=steps, roof=roof, kinds=table), indent=2) + "\n")
@@ -60,7 +60,7 @@ def start(config, model_config, log):
         print(f"trace: {trace} (open it in https://ui.perfetto.dev)")
 
     activities = [torch.profiler.ProfilerActivity.CPU] + [torch.profiler.ProfilerActivity.CUDA] * gpu
-    schedule = torch.profiler.schedule(wait=PROFILE_AFTER - 1, warmup=1, active=steps, repeat=1)
+    schedule = torch.profiler.schedule(wait=SETTLING_STEPS - 1, warmup=1, active=steps, repeat=1)
     profile = torch.profiler.profile(activities=activities, schedule=schedule, on_trace_ready=report, acc_events=True)
     profile.start()
     return profile

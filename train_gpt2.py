@@ -20,7 +20,7 @@ import ladder
 import parallel
 import profiler
 from cli import UserError, parse, run
-from config import Config, defaults, resolve
+from config import MODEL_SWITCHES, Config, defaults, resolve
 from data import Loader, TokenStream, open_shards
 from hellaswag import HellaSwag, load_items
 from metrics import RunLog, flops_per_token, peak_memory
@@ -39,9 +39,8 @@ def main():
     if config.ladder:
         return ladder.climb(config)
     ranks = parallel.start(config.device)
-    options = dict(flash=config.flash, pad_vocab=config.pad_vocab)
-    model = None if config.init_from == "scratch" else checkpoint.load_model(config.init_from, **options)
-    config, reasons = resolve(config, ranks, model and model.config)
+    pretrained = None if config.init_from == "scratch" else checkpoint.load_config(config.init_from)
+    config, reasons = resolve(config, ranks, pretrained)
     device = ranks.device
     B, T = config.micro_batch_size, config.seq_len
 
@@ -74,10 +73,12 @@ def main():
     # Model: `model` is the plain module, which is saved and sampled from; `forward` computes with the same weights
 
     torch.manual_seed(config.seed)
-    if model is None:
+    switches = {name: getattr(config, name) for name in MODEL_SWITCHES}
+    if pretrained:
+        model = checkpoint.load_model(config.init_from, **switches)
+    else:
         sizes = dict(n_layer=config.n_layer, n_head=config.n_head, n_embd=config.n_embd)
-        model = GPT(GPTConfig(seq_len=T, **sizes, **options))
-    model.config.bf16_residual = config.bf16_residual
+        model = GPT(GPTConfig(seq_len=T, **sizes, **switches))
     model.to(device)
     # compile: one pass over memory for a chain of element-wise operations, and no Python between kernels. Every shape
     # gets its own graph (dynamic=False): training, validation and HellaSwag have one each, and none is compiled twice.
@@ -219,8 +220,7 @@ def print_plan(config, reasons, model, ranks, train_stream, val_stream, hellaswa
     accumulated = accumulation_steps(config.batch_warmup_steps, config, ranks.world_size)
     micro_steps = sum(accumulation_steps(step, config, ranks.world_size) for step in range(config.max_steps))
     total = micro_steps * config.micro_batch_size * config.seq_len * ranks.world_size
-    names = ("tf32", "compile", "flash", "pad_vocab", "fused_adamw", "bf16_residual")
-    switches = {name: getattr(config, name) for name in names}
+    switches = {name: getattr(config, name) for name in ("tf32", "compile", *MODEL_SWITCHES, "fused_adamw")}
     switches[f"autocast {config.autocast}"] = config.autocast != "off"
     off = ", ".join(name.removesuffix(" off") for name, on in switches.items() if not on)
     peak = f"{log.peak_flops / 1e12 / ranks.world_size:g} TFLOP/s a device" if log.peak_flops else None

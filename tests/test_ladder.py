@@ -14,7 +14,7 @@ import config as config_module
 import ladder
 import measure
 from cli import UserError
-from config import DEMO, Config, defaults
+from config import DEMO, SETTLING_STEPS, Config, defaults
 
 NAMES = ("tf32", "compile", "flash", "pad_vocab", "fused_adamw", "bf16_residual")
 OFF = dict.fromkeys(NAMES, False) | dict(autocast="off")
@@ -81,7 +81,7 @@ def test_a_ladder_climbs(train, tmp_path):
     assert ddp["facts"]["world_size"] == 2 and ddp["command"].startswith("torchrun --standalone --nproc_per_node=2 ")
     for r in done.values():
         rows = metrics(folder / r["name"])
-        assert len(rows) == measure.WARMUP + 1  # one of them measured
+        assert len(rows) == SETTLING_STEPS + 1  # one of them measured
         assert r["ms"] == rows[-1]["step_ms"] and r["tokens_per_sec"] == pytest.approx(rows[-1]["tokens_per_sec"])
         assert 0.1 < r["peak_gb"] < 10 and r["facts"]["wandb_group"] == "climb"
         assert list((folder / r["name"] / "wandb").glob("offline-run-*"))
