@@ -1,7 +1,6 @@
-"""Config: every flag of train_gpt2.py with its default; the GPT-2 sizes; and what follows from flags and device."""
+"""Config: every flag of train_gpt2.py with its default; the GPT-2 sizes; and how flags fit together."""
 
 import dataclasses
-import shutil
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,10 +9,10 @@ from typing import Literal
 import torch
 
 from cli import UserError
-from tokenizer import VOCAB_SIZE
+from device import choose_micro_batch_size, fit_device, nearest_multiples
 
 # flags that the model has too
-MODEL_SWITCHES = ("flash", "pad_vocab", "bf16_residual")
+MODEL_SWITCHES = ("flash", "pad_vocab", "bf16_residual", "fused_loss", "fused_gelu", "packed_attention")
 # what interrupts training now and then
 EVALUATIONS = ("val_every", "hellaswag_every", "sample_every", "checkpoint_every")
 # steps that are not measured: compilation, the allocator's growth, the clock's settling
@@ -85,6 +84,14 @@ class Config:
     """AdamW's update of all parameters in one kernel."""
     bf16_residual: bool = True
     """Keep the residual stream in bf16, as --autocast bf16 does its products."""
+    fused_loss: bool = True
+    """The head, the cross-entropy and their gradients for a part of the batch at a time, by a Triton kernel."""
+    fused_gelu: bool = True
+    """GELU with its bias, and with the bias's gradient, by a Triton kernel."""
+    packed_attention: bool = True
+    """Flash attention through cuDNN's front end, which leaves the gradients of q, k and v side by side."""
+    fp8: bool = False
+    """The blocks' products in 8-bit floating point, for Hopper and newer. Faster; rounding is no longer invisible."""
 
     lr: float = 6e-4
     """Highest learning rate."""
@@ -131,7 +138,7 @@ class Config:
     rungs: str = "all"
     """The ladder's rungs, with commas, in the order to climb; a+b is one rung that turns on both. What isn't named
     stays off. They are tf32, bf16, compile, flash, pad_vocab, fused_adamw, recipe, accumulation, micro_batch,
-    bf16_residual, ddp."""
+    bf16_residual, fused_loss, fused_gelu, packed_attention, fp8, ddp."""
     ladder_steps: int = 20
     """Steps measured on each rung, and in each cell of a sweep, after a few that warm up. They take the place of
     max_steps, and there are no evaluations and no checkpoints."""
@@ -248,6 +255,11 @@ def resolve(config, ranks, pretrained=None):
             f"--total_batch_size {new.total_batch_size} is not a multiple of micro_batch_size {new.micro_batch_size} "
             f"× seq_len {new.seq_len} × {ranks.world_size} ranks: try {hint}--total_batch_size {nearest}"
         )
+    if new.fp8 and (new.n_embd % 16 or new.micro_batch_size * new.seq_len % 16):
+        raise UserError(
+            f"--fp8 needs multiples of 16: n_embd is {new.n_embd}, and a micro-batch has {new.micro_batch_size} × "
+            f"{new.seq_len} tokens"
+        )
     if new.batch_warmup_steps and new.total_batch_size == new.micro_batch_size * share:
         reasons.append("batch_warmup_steps has nothing to do: one micro-batch on each device is the full batch")
     if new.warmup_steps >= new.max_steps:
@@ -275,105 +287,3 @@ def check_bounds(config):
     for name in ("beta1", "beta2"):
         if not 0 <= getattr(config, name) < 1:
             raise UserError(f"--{name} {getattr(config, name)}: it must be at least 0 and below 1")
-
-
-def nearest_multiples(number, factor):
-    """The multiples of factor below and above number, in words."""
-    below = number // factor * factor
-    return f"{below} or {below + factor}" if below else str(factor)
-
-
-def fit_device(config, device, reasons):
-    """Turn off, in place, what the device does not have, saying so in `reasons`: lines that begin with the flag."""
-    fit_precision(config, device, reasons)
-    if config.bf16_residual and config.autocast != "bf16":
-        config.bf16_residual = False
-        reasons.append("bf16_residual is off: it goes with --autocast bf16")
-    if config.bf16_residual and device.type == "cpu":
-        config.bf16_residual = False
-        reasons.append("bf16_residual is off: it is for GPUs, a CPU's LayerNorm and additions are faster in float32")
-    if config.compile and device.type == "mps":
-        config.compile = False
-        reasons.append("compile is off: torch.compile is not ready for Apple GPUs")
-    if config.compile and (missing := missing_compiler(device)):
-        config.compile = False
-        reasons.append(f"compile is off: torch.compile needs {missing}, and this machine has none")
-
-
-def fit_precision(config, device, reasons):
-    """fit_device's part that is about arithmetic."""
-    if device.type == "cuda":
-        generation = torch.cuda.get_device_capability(device)
-        name = torch.cuda.get_device_name(device)
-        if generation < (8, 0) and config.autocast == "bf16":
-            config.autocast = "fp16"
-            reasons.append(f"autocast is fp16, with scaled gradients: {name} has no bf16")
-        if generation < (8, 0) and config.tf32:
-            config.tf32 = False
-            reasons.append(f"tf32 is off: {name} does not have it")
-        return
-    if config.tf32:
-        config.tf32 = False
-        reasons.append(f"tf32 is off: it is for NVIDIA GPUs, this is {device.type}")
-    if device.type == "cpu" and config.autocast == "bf16":
-        abilities = torch.cpu.get_capabilities()
-        if not any(abilities.get(ability) for ability in ("avx512_bf16", "amx_bf16", "bf16")):
-            config.autocast = "off"
-            reasons.append("autocast is off: this processor has no bf16 instructions")
-
-
-def missing_compiler(device):
-    """What torch.compile lacks on this machine, or None: a C compiler under Triton, a C++ compiler on a CPU."""
-    if device.type == "cuda":
-        return None if any(map(shutil.which, ("cc", "gcc", "clang"))) else "a C compiler (gcc)"
-    return None if any(map(shutil.which, ("c++", "g++", "clang++"))) else "a C++ compiler (g++)"
-
-
-def choose_micro_batch_size(config, ranks):
-    """The largest power of two, 64 at most, that fits the device and divides the batch; and the reason in words.
-
-    Raises UserError when no micro-batch size divides the batch.
-    """
-    share = config.seq_len * ranks.world_size
-    if config.total_batch_size % share:
-        nearest = nearest_multiples(config.total_batch_size, share)
-        raise UserError(
-            f"--total_batch_size {config.total_batch_size} cannot be divided into sequences of {config.seq_len} tokens "
-            f"over {ranks.world_size} ranks: try {nearest}"
-        )
-    if ranks.device.type == "cuda":
-        free = torch.cuda.mem_get_info(ranks.device)[0]
-        room = 0.85 * free - 18 * count_params(config)  # fp32 weights, gradients, two moments; a 16-bit copy
-        limit = room / (config.seq_len * bytes_per_token(config))
-        where = f"fits the {free / 2**30:.0f} GB that are free"
-    else:
-        # a CPU: logits of 128 tokens, 25 MB, stay in the cache or near it
-        limit = (128 if ranks.device.type == "cpu" else 1024) / config.seq_len
-        where = f"suits a {ranks.device.type}"
-    size = 1
-    while size * 2 <= min(limit, 64) and config.total_batch_size % (size * 2 * share) == 0:
-        size *= 2
-    size = int(ranks.min(size))  # the same on every rank, also where one GPU has less room
-    return size, f"micro_batch_size is {size}: {where}"
-
-
-def count_params(config):
-    return 12 * config.n_layer * config.n_embd**2 + (VOCAB_SIZE + config.seq_len) * config.n_embd
-
-
-# Bytes of forward and backward a token: (in each layer, per unit of width), (in the head, per vocabulary entry), (for
-# attention written out, per score in each layer), fitted to peaks measured for GPT-2 124M on an H200 with PyTorch 2.11
-PEAK_BYTES = {
-    # (compile, 16 bits)
-    (True, True): (26, 4, 4),
-    (True, False): (44, 8, 4),
-    (False, True): (45, 9, 6),
-    (False, False): (64, 12, 4),
-}
-
-
-def bytes_per_token(config):
-    """Peak memory of forward and backward for each token of a micro-batch."""
-    layer, head, score = PEAK_BYTES[config.compile, config.autocast != "off"]
-    scores = 0 if config.flash else config.n_head * config.seq_len * score
-    return config.n_layer * (config.n_embd * layer + scores) + VOCAB_SIZE * head

@@ -18,7 +18,8 @@ from tqdm import tqdm
 
 import figures
 from cli import UserError, parse, run
-from config import EVALUATIONS, SETTLING_STEPS, Config, choose_micro_batch_size, defaults, fit_device
+from config import EVALUATIONS, SETTLING_STEPS, Config, defaults
+from device import choose_micro_batch_size, fit_device
 from figures import describe, word
 from measure import OUT_OF_MEMORY, measure, prepare, report_failures, save
 from parallel import Ranks, choose_device_type
@@ -47,6 +48,10 @@ RUNGS = {
     "accumulation": ("{total_batch_size:,} tokens a step", dict(total_batch_size=None)),  # None: one micro-batch
     "micro_batch": ("micro-batch of {micro_batch_size}", dict(micro_batch_size=None)),  # None: the first rung's
     "bf16_residual": ("bf16_residual", dict(bf16_residual=False)),
+    "fused_loss": ("fused_loss", dict(fused_loss=False)),
+    "fused_gelu": ("fused_gelu", dict(fused_gelu=False)),
+    "packed_attention": ("packed_attention", dict(packed_attention=False)),
+    "fp8": ("fp8", dict(fp8=False)),
     "ddp": ("DDP × {world_size}", {}),
 }
 
@@ -84,7 +89,7 @@ def climb(config):
     """
     if int(os.environ.get("RANK", 0)):
         return  # the first of torchrun's processes starts all others itself
-    rungs = [("baseline",), *choose_rungs(config.rungs, count_devices(config))]
+    rungs = [("baseline",), *choose_rungs(config.rungs, count_devices(config), config.fp8)]
     folder = prepare(config, "ladder")
     print(
         f"results: {folder}/" + (", of the demo's small model (GPT-2's needs a GPU, and data)" if config.demo else "")
@@ -156,12 +161,14 @@ def count_devices(config):
     return max(1, torch.cuda.device_count()) if config.device in ("auto", "cuda") else 1
 
 
-def choose_rungs(text, devices):
-    """Tuples of names out of --rungs; DDP's rungs are ("ddp", 2), ("ddp", 4), … up to all devices.
+def choose_rungs(text, devices, fp8=False):
+    """Tuples of names out of --rungs; DDP's rungs are ("ddp", 2), ("ddp", 4), … up to all devices. "all" has fp8's only
+    with --fp8.
 
     Raises UserError for a name that does not exist or comes twice, and an order that makes no sense.
     """
-    text = ",".join(RUNGS) if text.strip() == "all" else text.replace(" ", "")
+    every = ",".join(name for name in RUNGS if name != "fp8" or fp8)
+    text = every if text.strip() == "all" else text.replace(" ", "")
     chosen = [tuple(part.split("+")) for part in text.split(",")]
     names = list(itertools.chain(*chosen))
     for name in names:

@@ -13,6 +13,15 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
+try:
+    import kernels
+except ImportError:  # no Triton here; the plain path computes the same
+    kernels = None
+try:
+    import attention
+except ImportError:  # nor cuDNN's front end
+    attention = None
+
 # OpenAI's code keeps these four as (in, out); nn.Linear keeps (out, in). Everything else is equal.
 TRANSPOSED = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
 
@@ -27,6 +36,9 @@ class GPTConfig:
     flash: bool = True  # F.scaled_dot_product_attention; else attention written out
     pad_vocab: bool = True  # embedding table rounded up to a multiple of 128 rows
     bf16_residual: bool = False  # the sum that runs through all blocks in bf16; for use under autocast to bf16
+    fused_loss: bool = False  # these two take Triton kernels, on a GPU
+    fused_gelu: bool = False
+    packed_attention: bool = False  # flash attention through cuDNN's front end; for use under autocast
 
     @property
     def table_rows(self):
@@ -48,14 +60,19 @@ class CausalSelfAttention(nn.Module):
         super().__init__()
         self.n_head = config.n_head
         self.flash = config.flash
+        self.packed_attention = config.packed_attention
         self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd)
         self.c_proj = nn.Linear(config.n_embd, config.n_embd)
 
     def forward(self, x, past=None):
         B, T, C = x.shape
+        qkv = self.c_attn(x)
+        # packed_attention: the same kernel, which leaves the gradients of q, k and v where c_attn's backward wants them
+        if self.packed_attention and past is None:
+            return self.c_proj(attention.packed_attention(qkv, self.n_head)[0])
         q, k, v = (
             part.view(B, T, self.n_head, C // self.n_head).transpose(1, 2)  # (B, H, T, C/H)
-            for part in self.c_attn(x).split(C, dim=2)
+            for part in qkv.split(C, dim=2)
         )
         if past is not None:
             k, v = past.append(k, v)
@@ -72,11 +89,17 @@ class CausalSelfAttention(nn.Module):
 class MLP(nn.Module):
     def __init__(self, config):
         super().__init__()
+        self.fused_gelu = config.fused_gelu
         self.c_fc = nn.Linear(config.n_embd, 4 * config.n_embd)
         self.c_proj = nn.Linear(4 * config.n_embd, config.n_embd)
 
     def forward(self, x):
-        return self.c_proj(F.gelu(self.c_fc(x), approximate="tanh"))
+        # fused_gelu: backward sums the bias's gradient in the same pass over (B, T, 4C) that makes GELU's
+        if self.fused_gelu:
+            h = kernels.bias_gelu(F.linear(x, self.c_fc.weight), self.c_fc.bias)
+        else:
+            h = F.gelu(self.c_fc(x), approximate="tanh")
+        return self.c_proj(h)
 
 
 class Block(nn.Module):
@@ -119,6 +142,7 @@ class GPT(nn.Module):
                 f"n_embd {config.n_embd} cannot be divided into n_head {config.n_head} heads of equal width"
             )
         self.config = config
+        self.fp8_head = False  # with fused_loss, logits from 8-bit numbers; fp8.convert turns it on
         with torch.device("meta"):  # shapes only: init_weights draws each weight, once
             self.transformer = nn.ModuleDict(
                 dict(
@@ -173,6 +197,13 @@ class GPT(nn.Module):
         for layer, block in enumerate(self.transformer.h):
             x = block(x, cache[layer] if cache else None)
         x = self.transformer.ln_f(x[:, -1:] if cache else x)
+        # fused_loss: logits exist for a part of the batch at a time, and the pass over them that finds the loss leaves
+        # the gradient in their place
+        if self.config.fused_loss and targets is not None and reduction == "mean":
+            if torch.is_autocast_enabled(x.device.type):
+                x = x.to(torch.get_autocast_dtype(x.device.type))
+            fp8 = self.fp8_head and torch.is_grad_enabled()
+            return kernels.mean_loss(x, self.transformer.wte.weight, targets, self.config.vocab_size, fp8)
         # pad_vocab: the head's product, the largest of all, has 50304 columns, a multiple of 128 that tensor-core tiles
         # divide. The padding takes no part in the softmax, since its logits are -inf: a bias says so for nothing, while
         # to cut them off here would copy all logits (7% of a step on an H200).

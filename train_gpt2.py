@@ -80,6 +80,11 @@ def main():
         sizes = dict(n_layer=config.n_layer, n_head=config.n_head, n_embd=config.n_embd)
         model = GPT(GPTConfig(seq_len=T, **sizes, **switches))
     model.to(device)
+    # fp8: the blocks' products in 8 bits, at twice the rate; tensors need scales, which follow the values they had
+    if config.fp8:
+        import fp8
+
+        fp8.convert(model, targets=config.total_batch_size // ranks.world_size)
     # compile: one pass over memory for a chain of element-wise operations, and no Python between kernels. Every shape
     # gets its own graph (dynamic=False): training, validation and HellaSwag have one each, and none is compiled twice.
     forward = torch.compile(model, dynamic=False) if config.compile else model
@@ -162,6 +167,8 @@ def main():
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad(set_to_none=True)
+        if config.fp8:
+            fp8.follow(model, micro_steps)
         # reading the loss waits for the device, so the clock below sees the whole step
         loss = ranks.sum(loss_sum)[0] / ranks.world_size
         end = time.perf_counter()
@@ -220,7 +227,7 @@ def print_plan(config, reasons, model, ranks, train_stream, val_stream, hellaswa
     accumulated = accumulation_steps(config.batch_warmup_steps, config, ranks.world_size)
     micro_steps = sum(accumulation_steps(step, config, ranks.world_size) for step in range(config.max_steps))
     total = micro_steps * config.micro_batch_size * config.seq_len * ranks.world_size
-    switches = {name: getattr(config, name) for name in ("tf32", "compile", *MODEL_SWITCHES, "fused_adamw")}
+    switches = {name: getattr(config, name) for name in ("tf32", "compile", *MODEL_SWITCHES, "fp8", "fused_adamw")}
     switches[f"autocast {config.autocast}"] = config.autocast != "off"
     off = ", ".join(name.removesuffix(" off") for name, on in switches.items() if not on)
     peak = f"{log.peak_flops / 1e12 / ranks.world_size:g} TFLOP/s a device" if log.peak_flops else None

@@ -13,6 +13,9 @@ import torch
 from data import write_shard
 from tokenizer import END_OF_TEXT
 
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # kernels.py then runs on a CPU, in NumPy; to be set before it is imported
+
 ROOT = Path(__file__).parent.parent
 TINY = (
     "--n_layer 2 --n_head 2 --n_embd 32 --seq_len 32 --total_batch_size 256 --micro_batch_size 4 --max_steps 3 "

@@ -6,7 +6,7 @@ import pytest
 import torch
 from conftest import ROOT, expect_error
 
-import config as config_module
+import device as device_module
 from cli import UserError, parse
 from config import DEMO, Config, defaults, flags, resolve
 from model import GPTConfig
@@ -38,9 +38,10 @@ def test_the_micro_batch_fits_and_divides(monkeypatch):
     gigabytes = 2**30
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100")
-    monkeypatch.setattr(config_module.shutil, "which", lambda name: name)
+    monkeypatch.setattr(device_module.shutil, "which", lambda name: name)
+    monkeypatch.setattr(device_module, "has", lambda module: True)
     sizes = []
-    for free in (6, 14, 22, 78, 139):
+    for free in (4, 14, 22, 78, 139):
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device, free=free: (free * gigabytes, 0))
         config, why = resolved(device="cuda")
         assert 524288 % (config.micro_batch_size * 1024) == 0 and f"{free} GB" in why
@@ -61,7 +62,7 @@ def test_a_gpu_without_bf16_gets_fp16(monkeypatch):
 
 
 def test_without_a_compiler_it_runs_uncompiled(monkeypatch):
-    monkeypatch.setattr(config_module.shutil, "which", lambda name: None)
+    monkeypatch.setattr(device_module.shutil, "which", lambda name: None)
     config, why = resolved()
     assert not config.compile and "C++ compiler" in why
 
@@ -129,6 +130,35 @@ def test_errors_on_the_command_line(command):
 def test_flags_parse_into_the_config_they_came_from(config, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["train_gpt2.py", *flags(config)])
     assert parse(Config, default=defaults(sys.argv)) == config
+
+
+@pytest.mark.parametrize(
+    "generation, flags, off",
+    [
+        ((9, 0), dict(), {}),
+        (
+            (9, 0),
+            dict(autocast="off"),
+            dict(packed_attention="goes with --flash and --autocast", fp8="--autocast bf16"),
+        ),
+        ((9, 0), dict(flash=False), dict(packed_attention="goes with --flash and --autocast")),
+        ((8, 0), dict(), dict(fp8="A GPU is older than Hopper")),
+        ((7, 5), dict(), dict(packed_attention="A GPU is older than Ampere", fp8="A GPU is older than Hopper")),
+    ],
+)
+def test_kernels_are_for_gpus_that_have_them(monkeypatch, generation, flags, off):
+    kernels = ("fused_loss", "fused_gelu", "packed_attention", "fp8")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: generation)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "A GPU")
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (100 * 2**30, 0))
+    monkeypatch.setattr(device_module, "has", lambda module: True)
+    config, why = resolved(device="cuda", fp8=True, **flags)
+    assert [name for name in kernels if not getattr(config, name)] == list(off)
+    assert all(f"{name} is off: " in why and reason in why for name, reason in off.items())
+    monkeypatch.setattr(device_module, "has", lambda module: False)
+    config, why = resolved(device="cuda", fp8=True, **flags)
+    assert not any(getattr(config, name) for name in kernels)
+    assert "pip install triton" in why and "pip install nvidia-cudnn-frontend" in why
 
 
 def test_bf16_residual_is_for_gpus(monkeypatch):

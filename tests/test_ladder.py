@@ -10,13 +10,14 @@ import pytest
 import torch
 from conftest import ROOT, TINY, expect_error, metrics
 
-import config as config_module
+import device as device_module
 import ladder
 import measure
 from cli import UserError
 from config import DEMO, SETTLING_STEPS, Config, defaults
 
-NAMES = ("tf32", "compile", "flash", "pad_vocab", "fused_adamw", "bf16_residual")
+KERNELS = ("fused_loss", "fused_gelu", "packed_attention")
+NAMES = ("tf32", "compile", "flash", "pad_vocab", "fused_adamw", "bf16_residual", *KERNELS)
 OFF = dict.fromkeys(NAMES, False) | dict(autocast="off")
 
 
@@ -31,8 +32,9 @@ def test_the_first_rung_has_everything_off_and_the_last_the_command_line():
 
 
 def test_rungs_by_name():
-    everything = ladder.choose_rungs("all", 8)
+    everything = ladder.choose_rungs("all", 8, fp8=True)
     assert [names[0] for names in everything[:-3]] == list(ladder.RUNGS)[:-1]
+    assert [names for names in everything if names != ("fp8",)] == ladder.choose_rungs("all", 8)
     assert everything[-3:] == [("ddp", 2), ("ddp", 4), ("ddp", 8)]
     assert ladder.choose_rungs("flash,tf32+accumulation,ddp", 6) == [
         ("flash",),
@@ -265,7 +267,8 @@ def gpus(monkeypatch):
         monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: generation)
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
-        monkeypatch.setattr(config_module, "missing_compiler", lambda device: None)
+        monkeypatch.setattr(device_module, "missing_compiler", lambda device: None)
+        monkeypatch.setattr(device_module, "has", lambda module: True)
 
     return pretend
 
@@ -278,13 +281,17 @@ def test_the_whole_ladder_on_four_gpus(canned, gpus):
         seen.append(config)
         return done(dataclasses.replace(config, micro_batch_size=config.micro_batch_size or 64), 1000.0 * len(seen))
 
-    rungs = canned(results, device="auto", compile=True)
-    assert [r["status"] for r in rungs] == ["done"] * 13
+    rungs = canned(results, device="auto", compile=True, fp8=True)
+    assert [r["status"] for r in rungs] == ["done"] * 17
     assert [r["rung"] for r in rungs][7:] == [
         "+ GPT-3's recipe",
         "+ 524,288 tokens a step",
         "+ micro-batch of 64",
         "+ bf16_residual",
+        "+ fused_loss",
+        "+ fused_gelu",
+        "+ packed_attention",
+        "+ fp8",
         "+ DDP × 1",  # the stand-in's world_size
         "+ DDP × 1",
     ]
@@ -293,7 +300,8 @@ def test_the_whole_ladder_on_four_gpus(canned, gpus):
         changed.append({name for name in vars(one) if getattr(one, name) != getattr(two, name)})
     recipe = set(ladder.RUNGS["recipe"][1])
     assert changed[:6] == [{"tf32"}, {"autocast"}, {"compile"}, {"flash"}, {"pad_vocab"}, {"fused_adamw"}]
-    assert changed[6:] == [recipe, {"total_batch_size"}, {"micro_batch_size"}, {"bf16_residual"}, set(), set()]
+    kernels = [{name} for name in ("bf16_residual", *KERNELS, "fp8")]
+    assert changed[6:] == [recipe, {"total_batch_size"}, {"micro_batch_size"}, *kernels, set(), set()]
     assert (seen[0].micro_batch_size, seen[0].total_batch_size) == (16, 16 * 1024)
 
 

@@ -1,0 +1,140 @@
+"""What follows from the device: which optimizations it has, and the micro-batch that fits it."""
+
+import importlib.util
+import shutil
+
+import torch
+
+from cli import UserError
+from tokenizer import VOCAB_SIZE
+
+
+def nearest_multiples(number, factor):
+    """The multiples of factor below and above number, in words."""
+    below = number // factor * factor
+    return f"{below} or {below + factor}" if below else str(factor)
+
+
+def fit_device(config, device, reasons):
+    """Turn off, in place, what the device does not have, saying so in `reasons`: lines that begin with the flag."""
+    fit_precision(config, device, reasons)
+    if config.bf16_residual and config.autocast != "bf16":
+        config.bf16_residual = False
+        reasons.append("bf16_residual is off: it goes with --autocast bf16")
+    if config.bf16_residual and device.type == "cpu":
+        config.bf16_residual = False
+        reasons.append("bf16_residual is off: it is for GPUs, a CPU's LayerNorm and additions are faster in float32")
+    for name in ("fused_loss", "fused_gelu", "packed_attention", "fp8"):
+        if getattr(config, name) and (reason := missing_for(name, config, device)):
+            setattr(config, name, False)
+            reasons.append(f"{name} is off: {reason}")
+    if config.compile and device.type == "mps":
+        config.compile = False
+        reasons.append("compile is off: torch.compile is not ready for Apple GPUs")
+    if config.compile and (missing := missing_compiler(device)):
+        config.compile = False
+        reasons.append(f"compile is off: torch.compile needs {missing}, and this machine has none")
+
+
+def fit_precision(config, device, reasons):
+    """fit_device's part that is about arithmetic."""
+    if device.type == "cuda":
+        generation = torch.cuda.get_device_capability(device)
+        name = torch.cuda.get_device_name(device)
+        if generation < (8, 0) and config.autocast == "bf16":
+            config.autocast = "fp16"
+            reasons.append(f"autocast is fp16, with scaled gradients: {name} has no bf16")
+        if generation < (8, 0) and config.tf32:
+            config.tf32 = False
+            reasons.append(f"tf32 is off: {name} does not have it")
+        return
+    if config.tf32:
+        config.tf32 = False
+        reasons.append(f"tf32 is off: it is for NVIDIA GPUs, this is {device.type}")
+    if device.type == "cpu" and config.autocast == "bf16":
+        abilities = torch.cpu.get_capabilities()
+        if not any(abilities.get(ability) for ability in ("avx512_bf16", "amx_bf16", "bf16")):
+            config.autocast = "off"
+            reasons.append("autocast is off: this processor has no bf16 instructions")
+
+
+def missing_for(name, config, device):
+    """What keeps an optimization with kernels of its own from running here, or None."""
+    if device.type != "cuda":
+        return f"it is for NVIDIA GPUs, this is {device.type}"
+    generation, gpu = torch.cuda.get_device_capability(device), torch.cuda.get_device_name(device)
+    module, package = ("cudnn", "nvidia-cudnn-frontend") if name == "packed_attention" else ("triton", "triton")
+    if not has(module):
+        return f"it needs {package} (pip install {package})"
+    if name == "packed_attention" and (config.autocast == "off" or not config.flash):
+        return "it goes with --flash and --autocast"
+    if name == "packed_attention" and generation < (8, 0):
+        return f"{gpu} is older than Ampere"
+    if name == "fp8" and generation < (9, 0):
+        return f"{gpu} is older than Hopper"
+    if name == "fp8" and config.autocast != "bf16":
+        return "it goes with --autocast bf16"
+    return None
+
+
+def has(module):
+    return importlib.util.find_spec(module) is not None
+
+
+def missing_compiler(device):
+    """What torch.compile lacks on this machine, or None: a C compiler under Triton, a C++ compiler on a CPU."""
+    if device.type == "cuda":
+        return None if any(map(shutil.which, ("cc", "gcc", "clang"))) else "a C compiler (gcc)"
+    return None if any(map(shutil.which, ("c++", "g++", "clang++"))) else "a C++ compiler (g++)"
+
+
+def choose_micro_batch_size(config, ranks):
+    """The largest power of two, 64 at most, that fits the device and divides the batch; and the reason in words.
+
+    Raises UserError when no micro-batch size divides the batch.
+    """
+    share = config.seq_len * ranks.world_size
+    if config.total_batch_size % share:
+        nearest = nearest_multiples(config.total_batch_size, share)
+        raise UserError(
+            f"--total_batch_size {config.total_batch_size} cannot be divided into sequences of {config.seq_len} tokens "
+            f"over {ranks.world_size} ranks: try {nearest}"
+        )
+    if ranks.device.type == "cuda":
+        free = torch.cuda.mem_get_info(ranks.device)[0]
+        room = 0.85 * free - 18 * count_params(config)  # fp32 weights, gradients, two moments; a 16-bit copy
+        if config.fused_loss:
+            room -= VOCAB_SIZE * (2 * 4096 + 6 * config.n_embd)  # 4096 rows of logits; the table and its gradient
+        limit = room / (config.seq_len * bytes_per_token(config))
+        where = f"fits the {free / 2**30:.0f} GB that are free"
+    else:
+        # a CPU: logits of 128 tokens, 25 MB, stay in the cache or near it
+        limit = (128 if ranks.device.type == "cpu" else 1024) / config.seq_len
+        where = f"suits a {ranks.device.type}"
+    size = 1
+    while size * 2 <= min(limit, 64) and config.total_batch_size % (size * 2 * share) == 0:
+        size *= 2
+    size = int(ranks.min(size))  # the same on every rank, also where one GPU has less room
+    return size, f"micro_batch_size is {size}: {where}"
+
+
+def count_params(config):
+    return 12 * config.n_layer * config.n_embd**2 + (VOCAB_SIZE + config.seq_len) * config.n_embd
+
+
+# Bytes of forward and backward a token: (in each layer, per unit of width), (in the head, per vocabulary entry), (for
+# attention written out, per score in each layer), fitted to peaks measured for GPT-2 124M on an H200 with PyTorch 2.11
+PEAK_BYTES = {
+    # (compile, 16 bits)
+    (True, True): (33, 2.7, 4),
+    (True, False): (44, 8, 4),
+    (False, True): (45, 9, 6),
+    (False, False): (64, 12, 4),
+}
+
+
+def bytes_per_token(config):
+    """Peak memory of forward and backward for each token of a micro-batch."""
+    layer, head, score = PEAK_BYTES[config.compile, config.autocast != "off"]
+    scores = 0 if config.flash else config.n_head * config.seq_len * score
+    return config.n_layer * (config.n_embd * layer + scores) + (0 if config.fused_loss else VOCAB_SIZE * head)

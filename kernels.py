@@ -1,0 +1,360 @@
+"""Triton kernels for what PyTorch's compiler does in more passes over memory than it needs.
+
+Each is an operation of its own that torch.compile leaves whole, with its gradients. Computation is in float32 whatever
+the tensors are; sums over rows are in float32 and in a fixed order, so results repeat.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+IGNORED = -1  # a target that has no loss
+ROWS_OF_LOGITS = 4096  # that exist at a time: 0.4 GB in 16 bits
+INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)  # on a CPU, for tests
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The head: logits, their softmax cross-entropy, and both gradients, a part of the rows at a time
+
+
+@triton.jit
+def cross_entropy_kernel(logits, targets, losses, stride, V, V_padded, BLOCK: tl.constexpr, IGNORED: tl.constexpr):
+    """A row's loss, and in the logits' place its gradient: softmax minus one-hot, 0 in the padding.
+
+    Two passes: one sums the exponentials, one makes the gradient and finds the row, 100 kB, still in the cache. What a
+    softmax subtracts may be any number near the maximum. Here that is the target's logit, which saves a reduction in
+    every block, and the maximum itself only where that overflows: where a word is e^88 times likelier than the target.
+    """
+    row = tl.program_id(0)
+    logits += row.to(tl.int64) * stride
+    offsets = tl.arange(0, BLOCK)
+    whole = V // BLOCK * BLOCK  # whole blocks need no mask
+    tail = tl.load(logits + whole + offsets, mask=whole + offsets < V, other=float("-inf")).to(tl.float32)
+    target = tl.load(targets + row)
+    counts = target != IGNORED
+    chosen = tl.load(logits + target, mask=counts, other=0.0).to(tl.float32)
+    shift = chosen
+    sums = tl.exp(tail - shift)
+    for start in range(0, whole, BLOCK):
+        sums += tl.exp(tl.load(logits + start + offsets).to(tl.float32) - shift)
+    total = tl.sum(sums, 0)
+    if total == float("inf"):
+        largest = tail
+        for start in range(0, whole, BLOCK):
+            largest = tl.maximum(largest, tl.load(logits + start + offsets).to(tl.float32))
+        shift = tl.max(largest, 0)
+        sums = tl.exp(tail - shift)
+        for start in range(0, whole, BLOCK):
+            sums += tl.exp(tl.load(logits + start + offsets).to(tl.float32) - shift)
+        total = tl.sum(sums, 0)
+    log_sum = shift + tl.log(total)
+    tl.store(losses + row, tl.where(counts, log_sum - chosen, 0.0))
+    log_sum = tl.where(counts, log_sum, float("inf"))  # no gradient where there is no target
+    tl.store(logits + whole + offsets, tl.exp(tail - log_sum), mask=whole + offsets < V_padded)
+    for start in range(0, whole, BLOCK):
+        x = tl.load(logits + start + offsets).to(tl.float32)
+        tl.store(logits + start + offsets, tl.exp(x - log_sum))
+    tl.debug_barrier()  # all have stored before one takes the one-hot off
+    tl.store(logits + target, tl.exp(chosen - log_sum) - 1, mask=counts)
+
+
+def cross_entropy_(logits, targets, vocab_size):
+    """Losses (N,) float32 of logits (N, V_padded), which are overwritten by their gradient. targets (N,) int64."""
+    N, V_padded = logits.shape
+    losses = torch.empty(N, dtype=torch.float32, device=logits.device)
+    block = min(8192, max(128, triton.next_power_of_2(vocab_size)))  # a multiple of 128, as the padding makes rows
+    cross_entropy_kernel[(N,)](
+        logits, targets, losses, logits.stride(0), vocab_size, V_padded, BLOCK=block, IGNORED=IGNORED, num_warps=16
+    )
+    return losses
+
+
+@torch.library.custom_op("gpt2::head_loss", mutates_args=())
+def head_loss(
+    x: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, vocab_size: int, chunks: int, fp8: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The summed cross-entropy of the logits x weightᵀ, and its gradients to x and weight, in one go.
+
+    x (N, C) in 16 bits or float32, weight (V_padded, C) float32, targets (N,) int64, IGNORED where none. The logits of
+    N / chunks rows exist at a time, and are never read again once their gradient has left (as in Liger-Kernel's fused
+    linear cross-entropy, Hsu et al. 2024). With fp8 they are products of 8-bit numbers, scaled by the largest of all;
+    the gradients are not. Returns a float32 scalar, (N, C) as x, (V_padded, C) float32.
+    """
+    cast = weight.to(x.dtype)
+    x_gradient = torch.empty_like(x)
+    weight_gradient = torch.zeros_like(weight)
+    loss = torch.zeros((), dtype=torch.float32, device=x.device)
+    x8 = x
+    if fp8:
+        x_scale, weight_scale = scale_of(x), scale_of(weight)
+        x8, weight8 = quantize(x, x_scale)[0], quantize(weight, weight_scale)[0]
+    for rows, rows8, part, gradient in zip(*(each.chunk(chunks) for each in (x, x8, targets, x_gradient))):
+        if fp8:
+            logits = torch._scaled_mm(rows8, weight8.t(), x_scale, weight_scale, out_dtype=x.dtype, use_fast_accum=True)
+        else:
+            logits = rows @ cast.t()  # (N / chunks, V_padded)
+        loss += cross_entropy_(logits, part, vocab_size).sum()
+        torch.mm(logits, cast, out=gradient)
+        add_product_(weight_gradient, logits, rows)
+    return loss, x_gradient, weight_gradient
+
+
+@head_loss.register_fake
+def _(x, weight, targets, vocab_size, chunks, fp8):
+    return x.new_empty((), dtype=torch.float32), torch.empty_like(x), torch.empty_like(weight)
+
+
+def keep_gradients(ctx, inputs, output):
+    ctx.save_for_backward(*output[1:])
+    ctx.set_materialize_grads(False)
+
+
+def scale_gradients(ctx, gradient, *_):
+    """The loss came with its gradients: they only wait for the factor that the loss is multiplied with."""
+    x_gradient, weight_gradient = ctx.saved_tensors
+    return x_gradient * gradient, weight_gradient * gradient, None, None, None, None
+
+
+head_loss.register_autograd(scale_gradients, setup_context=keep_gradients)
+
+
+def mean_loss(x, weight, targets, vocab_size, fp8=False):
+    """The mean cross-entropy in nats of the logits x weightᵀ over all targets but IGNORED; x (B, T, C)."""
+    chunks = -(-targets.numel() // ROWS_OF_LOGITS)
+    total = head_loss(x.flatten(0, 1), weight, targets.flatten(), vocab_size, chunks, fp8)[0]
+    return total / (targets != IGNORED).sum()
+
+
+def add_product_(out, a, b):
+    """out (float32) += aᵀ b, summed in float32 also where a and b have 16 bits."""
+    if a.dtype == torch.float32 or not a.is_cuda:
+        out.addmm_(a.t().float(), b.float())
+    else:
+        torch.addmm(out, a.t(), b, out_dtype=torch.float32, out=out)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The MLP: add the bias, GELU
+
+
+@triton.jit
+def load_four(source, four, column, N, C):
+    """Rows 4 four, ..., 4 four + 3 of a matrix (N, C), as a tile each: all loads are under way before one is needed."""
+    at = source + four.to(tl.int64)[:, None] * (4 * C) + column[None, :]
+    row, inside = (4 * four)[:, None], (column < C)[None, :]
+    a = tl.load(at, mask=inside & (row < N), other=0.0).to(tl.float32)
+    b = tl.load(at + C, mask=inside & (row + 1 < N), other=0.0).to(tl.float32)
+    c = tl.load(at + 2 * C, mask=inside & (row + 2 < N), other=0.0).to(tl.float32)
+    d = tl.load(at + 3 * C, mask=inside & (row + 3 < N), other=0.0).to(tl.float32)
+    return a, b, c, d
+
+
+@triton.jit
+def store_four(a, b, c, d, out, out_t, scale, peak, four, column, N, fours, C, FLOAT8: tl.constexpr):
+    """The same rows, back to a matrix (N, C). With FLOAT8 divided by scale in 8 bits, and transposed, to out_t (C, N).
+
+    float8e4nv reaches 448 and keeps 3 bits after the leading one (Micikevicius et al. 2022, "FP8 Formats for Deep
+    Learning"). peak becomes at least the largest |value|. Transposed, four rows' bytes of a column are one word, of
+    fours = N / 4 in a row.
+    """
+    if FLOAT8:
+        if peak is not None:
+            largest = tl.maximum(tl.maximum(tl.abs(a), tl.abs(b)), tl.maximum(tl.abs(c), tl.abs(d)))
+            tl.atomic_max(peak, tl.max(largest), sem="relaxed")
+        inverse = 1 / tl.load(scale)
+        a = tl.clamp(a * inverse, -448.0, 448.0)
+        b = tl.clamp(b * inverse, -448.0, 448.0)
+        c = tl.clamp(c * inverse, -448.0, 448.0)
+        d = tl.clamp(d * inverse, -448.0, 448.0)
+        words = pack(a, b, c, d)
+    at = out + four.to(tl.int64)[:, None] * (4 * C) + column[None, :]
+    row, inside = (4 * four)[:, None], (column < C)[None, :]
+    tl.store(at, a.to(out.dtype.element_ty), mask=inside & (row < N))
+    tl.store(at + C, b.to(out.dtype.element_ty), mask=inside & (row + 1 < N))
+    tl.store(at + 2 * C, c.to(out.dtype.element_ty), mask=inside & (row + 2 < N))
+    tl.store(at + 3 * C, d.to(out.dtype.element_ty), mask=inside & (row + 3 < N))
+    if FLOAT8:
+        at = out_t + column.to(tl.int64)[:, None] * fours + four[None, :]
+        tl.store(at, words.trans(), mask=(column < C)[:, None] & (four < fours)[None, :])
+
+
+@triton.jit
+def pack(a, b, c, d):
+    """Four numbers in 8 bits as one word, the first in its lowest byte.
+
+    In PTX, since the cast's result must not be read twice: ptxas 12.8 mixes up the halves of its registers then.
+    """
+    if INTERPRETED:
+        low = a.to(tl.float8e4nv).to(tl.uint8, bitcast=True).to(tl.int32)
+        low |= b.to(tl.float8e4nv).to(tl.uint8, bitcast=True).to(tl.int32) << 8
+        low |= c.to(tl.float8e4nv).to(tl.uint8, bitcast=True).to(tl.int32) << 16
+        return low | (d.to(tl.float8e4nv).to(tl.uint8, bitcast=True).to(tl.int32) << 24)
+    return tl.inline_asm_elementwise(
+        """{
+        .reg .b16 low, high;
+        cvt.rn.satfinite.e4m3x2.f32 low, $2, $1;
+        cvt.rn.satfinite.e4m3x2.f32 high, $4, $3;
+        mov.b32 $0, {low, high};
+        }""",
+        "=r,f,f,f,f",
+        args=[a, b, c, d],
+        dtype=tl.int32,
+        is_pure=True,
+        pack=1,
+    )
+
+
+@triton.jit
+def quantize_kernel(
+    x, out, out_t, scale, peak, sums, N, fours, C, SUM: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
+):
+    """x in 8 bits, both ways around, and with SUM this tile's part of its column sums: sums (rows of programs, C)."""
+    four = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    a, b, c, d = load_four(x, four, column, N, C)
+    if SUM:
+        tl.store(sums + tl.program_id(0) * C + column, tl.sum((a + b) + (c + d), 0), mask=column < C)
+    store_four(a, b, c, d, out, out_t, scale, peak, four, column, N, fours, C, True)
+
+
+def quantize(x, scale, peak=None, column_sums=False, out=None):
+    """x / scale in float8_e4m3fn, (N, C) and transposed (C, N), and the sums of x's columns if asked for, (C,) float32.
+
+    x (N, C), N a multiple of 4; scale and peak float32 scalars; peak becomes, in place, the largest |x| or stays above.
+    out: the pair of float8_pair to write into.
+    """
+    N, C = x.shape
+    rows, block = 16, 64
+    grid = (triton.cdiv(N, 4 * rows), triton.cdiv(C, block))
+    x8, x8_t = out or float8_pair(x)
+    sums = torch.empty(grid[0], C, dtype=torch.float32, device=x.device) if column_sums else None
+    quantize_kernel[grid](
+        x, x8, words(x8_t), scale, peak, sums, N, N // 4, C, SUM=column_sums, ROWS=rows, BLOCK=block, num_warps=4
+    )
+    return x8, x8_t, sums.sum(0) if column_sums else None
+
+
+def scale_of(x):
+    """The scale, a float32 scalar, that makes x's largest absolute value float8_e4m3fn's."""
+    return torch.linalg.vector_norm(x, float("inf"), dtype=torch.float32) / torch.finfo(torch.float8_e4m3fn).max
+
+
+def float8_pair(x):
+    """Memory for x (N, C) in 8 bits and for its transpose."""
+    return tuple(torch.empty(size, dtype=torch.float8_e4m3fn, device=x.device) for size in (x.shape, x.shape[::-1]))
+
+
+@triton.jit
+def gelu_and_slope(x):
+    """GELU in its tanh form, which is x sigmoid(2u) with u = √(2/π) (x + 0.044715 x³), and its derivative."""
+    sigmoid = tl.sigmoid(1.5957691216057308 * x * (1 + 0.044715 * x * x))
+    slope = 1.5957691216057308 * (1 + 3 * 0.044715 * x * x)  # of 2u
+    return x * sigmoid, sigmoid * (1 + x * (1 - sigmoid) * slope)
+
+
+@triton.jit
+def bias_gelu_kernel(
+    h, bias, out, out_t, scale, peak, N, fours, C, FLOAT8: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
+):
+    """gelu(h + bias), a tile of 4 ROWS × BLOCK, as store_four has it."""
+    four = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    shift = tl.load(bias + column, mask=column < C, other=0.0)[None, :]
+    a, b, c, d = load_four(h, four, column, N, C)
+    a, _ = gelu_and_slope(a + shift)
+    b, _ = gelu_and_slope(b + shift)
+    c, _ = gelu_and_slope(c + shift)
+    d, _ = gelu_and_slope(d + shift)
+    store_four(a, b, c, d, out, out_t, scale, peak, four, column, N, fours, C, FLOAT8)
+
+
+@triton.jit
+def bias_gelu_backward_kernel(
+    h, bias, out_gradient, gradient, gradient_t, scale, peak, sums, N, fours, C, FLOAT8: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, STEPS: tl.constexpr,
+):  # fmt: skip
+    """The gradient to h, and this program's part of the bias's: sums (rows of programs, C). STEPS tiles downward."""
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    shift = tl.load(bias + column, mask=column < C, other=0.0)[None, :]
+    summed = tl.zeros((ROWS, BLOCK), tl.float32)
+    for step in range(STEPS):
+        four = (tl.program_id(0) * STEPS + step) * ROWS + tl.arange(0, ROWS)
+        a, b, c, d = load_four(h, four, column, N, C)
+        da, db, dc, dd = load_four(out_gradient, four, column, N, C)
+        _, slope = gelu_and_slope(a + shift)
+        da *= slope
+        _, slope = gelu_and_slope(b + shift)
+        db *= slope
+        _, slope = gelu_and_slope(c + shift)
+        dc *= slope
+        _, slope = gelu_and_slope(d + shift)
+        dd *= slope
+        summed += (da + db) + (dc + dd)
+        store_four(da, db, dc, dd, gradient, gradient_t, scale, peak, four, column, N, fours, C, FLOAT8)
+    tl.store(sums + tl.program_id(0) * C + column, tl.sum(summed, 0), mask=column < C)
+
+
+def gelu(h, bias, scale=None, peak=None):
+    """gelu(h + bias), in its tanh form, as h, or with a scale the pair of quantize. h (N, C), bias (C,) float32."""
+    N, C = h.shape
+    rows, block = (1, 1024) if scale is None else (16, 64)
+    out, out_t = (torch.empty_like(h), None) if scale is None else float8_pair(h)
+    bias_gelu_kernel[(triton.cdiv(N, 4 * rows), triton.cdiv(C, block))](
+        h, bias, out, words(out_t), scale, peak, N, N // 4, C, FLOAT8=scale is not None, ROWS=rows, BLOCK=block,
+        num_warps=4,
+    )  # fmt: skip
+    return out if scale is None else (out, out_t)
+
+
+def gelu_backward(h, bias, out_gradient, scale=None, peak=None):
+    """The gradients of gelu: to h, as h or with a scale the pair of quantize, and to bias (C,) float32."""
+    N, C = h.shape
+    rows, block, steps = (1, 512, 8) if scale is None else (16, 64, 1)
+    gradient, gradient_t = (torch.empty_like(h), None) if scale is None else float8_pair(h)
+    sums = torch.empty(triton.cdiv(N, 4 * rows * steps), C, dtype=torch.float32, device=h.device)
+    bias_gelu_backward_kernel[(len(sums), triton.cdiv(C, block))](
+        h, bias, out_gradient, gradient, words(gradient_t), scale, peak, sums, N, N // 4, C, FLOAT8=scale is not None,
+        ROWS=rows, BLOCK=block, STEPS=steps, num_warps=4,
+    )  # fmt: skip
+    return (gradient if scale is None else (gradient, gradient_t)), sums.sum(0)
+
+
+def words(x):
+    """Bytes as 32-bit words, which store_four writes."""
+    return None if x is None else x.view(torch.int32)
+
+
+@torch.library.custom_op("gpt2::bias_gelu", mutates_args=())
+def bias_gelu(h: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    """gelu(h + bias) in its tanh form, differentiable. h (..., C), bias (C,) float32."""
+    return gelu(h.flatten(0, -2), bias).view_as(h)
+
+
+@bias_gelu.register_fake
+def _(h, bias):
+    return torch.empty_like(h)
+
+
+@torch.library.custom_op("gpt2::bias_gelu_backward", mutates_args=())
+def bias_gelu_backward(
+    h: torch.Tensor, bias: torch.Tensor, out_gradient: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The gradients to h, and to bias (C,) float32."""
+    gradient, bias_gradient = gelu_backward(h.flatten(0, -2), bias, out_gradient.flatten(0, -2))
+    return gradient.view_as(h), bias_gradient
+
+
+@bias_gelu_backward.register_fake
+def _(h, bias, out_gradient):
+    return torch.empty_like(h), torch.empty_like(bias)
+
+
+def keep_inputs(ctx, inputs, output):
+    ctx.save_for_backward(*inputs)
+
+
+def bias_gelu_gradients(ctx, out_gradient):
+    return bias_gelu_backward(*ctx.saved_tensors, out_gradient.contiguous())
+
+
+bias_gelu.register_autograd(bias_gelu_gradients, setup_context=keep_inputs)

@@ -1,0 +1,165 @@
+"""Against float64 references: on a GPU where there is one, else in Triton's interpreter (see conftest)."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from test_model import SIZES, batch, loss_and_gradients
+
+from model import GPT, GPTConfig
+
+kernels = pytest.importorskip("kernels", reason="needs Triton")
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+KINDS = [(torch.float32, 2e-5), (torch.bfloat16, 2e-2)]
+
+
+def normal(*shape, dtype=torch.float32):
+    return torch.randn(*shape, device=DEVICE).to(dtype)
+
+
+def check(ours, reference, inputs, tolerance):
+    """Values and gradients of ours(*inputs) against reference, which gets the inputs in float64."""
+    results = []
+    for function, dtype in ((ours, None), (reference, torch.float64)):
+        leaves = [x.detach().clone().to(dtype or x.dtype).requires_grad_() for x in inputs]
+        outputs = function(*leaves)
+        generator = torch.Generator().manual_seed(7)
+        factors = [torch.randn(y.shape, generator=generator, dtype=torch.float64) for y in outputs]
+        sum((y.double() * f.to(DEVICE)).sum() for y, f in zip(outputs, factors)).backward()
+        results.append([*(y.detach().double() for y in outputs), *(x.grad.double() for x in leaves)])
+    for one, other in zip(*results):
+        torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance * other.abs().max().item())
+
+
+@pytest.mark.parametrize("dtype, tolerance", KINDS)
+@pytest.mark.parametrize("shape", [(131, 300), (2, 3, 5), (1, 1024)])
+def test_bias_gelu(shape, dtype, tolerance):
+    inputs = [2 * normal(*shape, dtype=dtype), normal(shape[-1])]
+    reference = lambda h, bias: (F.gelu(h + bias, approximate="tanh"),)  # noqa: E731
+    check(lambda *given: (kernels.bias_gelu(*given),), reference, inputs, tolerance)
+
+
+@pytest.mark.parametrize("V, table", [(301, 384), (301, 301), (256, 256), (50257, 50304), (50257, 50257)])
+def test_cross_entropy_and_its_gradient(V, table):
+    """With ignored targets, the first and the last word, and padding that would win if it were counted."""
+    logits = 3 * normal(5, table)
+    logits[:, V:] = 50
+    targets = torch.tensor([0, V - 1, -1, 3, V // 2], device=DEVICE)
+    leaf = logits[:, :V].double().requires_grad_()
+    expected = F.cross_entropy(leaf, targets, ignore_index=-1, reduction="none")
+    expected.sum().backward()
+    losses = kernels.cross_entropy_(logits, targets, V)
+    torch.testing.assert_close(losses.double(), expected.detach(), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(logits[:, :V].double(), leaf.grad, rtol=1e-4, atol=1e-6)
+    assert not logits[:, V:].any()
+
+
+def test_a_word_far_likelier_than_the_target():
+    """e^88 is more than float32 holds: then the maximum itself is subtracted."""
+    logits = normal(3, 384)
+    logits[1, 17] = 300
+    logits[2] -= 300
+    targets = torch.tensor([4, 5, -1], device=DEVICE)
+    leaf = logits[:, :301].double().requires_grad_()
+    expected = F.cross_entropy(leaf, targets, ignore_index=-1, reduction="none")
+    expected.sum().backward()
+    losses = kernels.cross_entropy_(logits, targets, 301)
+    torch.testing.assert_close(losses.double(), expected.detach(), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(logits[:, :301].double(), leaf.grad, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype, tolerance", KINDS)
+@pytest.mark.parametrize("rows", [7, 50, 1000])
+def test_the_head_in_parts(monkeypatch, rows, dtype, tolerance):
+    """Parts that do not divide the batch; the gradients come with the factor of the loss."""
+    monkeypatch.setattr(kernels, "ROWS_OF_LOGITS", rows)
+    V, C = 301, 48
+    targets = torch.randint(V, (3, 17), device=DEVICE)
+    targets[1, 4] = targets[2] = -1
+    table = normal(384, C) / C**0.5
+    table[V:] = 0
+
+    def reference(x, weight):
+        logits = x @ weight[:V].t()
+        return (0.25 * F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1),)
+
+    ours = lambda x, weight: (0.25 * kernels.mean_loss(x, weight, targets, V),)  # noqa: E731
+    check(ours, reference, [normal(3, 17, C, dtype=dtype), table], tolerance)
+
+
+FUSED = ("fused_loss", "fused_gelu")
+
+
+SCALE = torch.tensor(0.5, device=DEVICE)
+
+
+@pytest.mark.parametrize("shape", [(4, 16), (68, 48), (128, 130), (1024, 768)])
+def test_float8_is_exact_where_it_can_be(shape):
+    """What 8 bits hold comes out as it is, both ways around; the interpreter rounds other numbers wrongly."""
+    x = 0.5 * torch.randint(-15, 16, shape, device=DEVICE).float()
+    x[0, 0] = -600
+    peak = torch.ones((), device=DEVICE)
+    small, small_t, sums = kernels.quantize(x, SCALE, peak, column_sums=True)
+    expected = (x / SCALE).clamp(-448, 448)
+    assert torch.equal(small.float(), expected) and torch.equal(small_t.float(), expected.t())
+    assert peak == 600 and torch.equal(sums, x.sum(0))
+    kernels.quantize(0.1 * x, SCALE, peak)
+    assert peak == 600
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="Triton's interpreter does not round to float8 as GPUs do")
+def test_float8_rounds_as_pytorch_does():
+    x = 3 * normal(512, 768, dtype=torch.bfloat16)
+    small, small_t, _ = kernels.quantize(x, SCALE / 20, torch.zeros((), device=DEVICE))
+    expected = (x.float() / (SCALE / 20)).clamp(-448, 448).to(torch.float8_e4m3fn)
+    assert torch.equal(small.float(), expected.float()) and torch.equal(small_t.float(), expected.float().t())
+
+
+@pytest.mark.parametrize("shape", [(4, 16), (68, 48), (128, 130)])
+def test_gelu_in_float8(shape):
+    """As GELU in float32, to 3 bits; the bias's gradient is exact. Both ways around they are the same."""
+    h, bias, dy = 2 * normal(*shape), normal(shape[1]), normal(*shape)
+    leaves = [h.double().requires_grad_(), bias.double().requires_grad_()]
+    expected = F.gelu(sum(leaves), approximate="tanh")
+    expected.backward(dy.double())
+    scale, peak = torch.tensor(8 / 448, device=DEVICE), torch.zeros((), device=DEVICE)
+    small, small_t = kernels.gelu(h, bias, scale, peak)
+    assert torch.equal(small.float().t(), small_t.float())
+    assert (small.float() * scale - expected).norm() < 0.15 * expected.norm()
+    assert peak.item() == pytest.approx(expected.abs().max().item(), rel=1e-5)
+    peak.zero_()
+    (small, small_t), bias_gradient = kernels.gelu_backward(h, bias, dy, scale, peak)
+    assert torch.equal(small.float().t(), small_t.float())
+    assert (small.float() * scale - leaves[0].grad).norm() < 0.15 * leaves[0].grad.norm()
+    assert peak.item() == pytest.approx(leaves[0].grad.abs().max().item(), rel=1e-5)
+    torch.testing.assert_close(bias_gradient.double(), leaves[1].grad, rtol=1e-4, atol=1e-5)
+
+
+def model(**options):
+    torch.manual_seed(1)
+    return GPT(GPTConfig(**SIZES, **options)).to(DEVICE)
+
+
+@pytest.mark.parametrize("on", [*((name,) for name in FUSED), FUSED])
+def test_the_model_is_the_same(on):
+    x, y = (tensor.to(DEVICE) for tensor in batch())
+    y[0, :5] = -1
+    plain, fused = (loss_and_gradients(model(**dict.fromkeys(names, True)), x, y) for names in ((), on))
+    assert fused[0] == pytest.approx(plain[0], rel=1e-5)
+    for name, gradient in plain[1].items():
+        torch.testing.assert_close(fused[1][name], gradient, rtol=1e-3, atol=1e-5, msg=name)
+
+
+def test_results_repeat():
+    x, y = (tensor.to(DEVICE) for tensor in batch())
+    one, two = (loss_and_gradients(model(**dict.fromkeys(FUSED, True)), x, y) for _ in range(2))
+    assert one[0] == two[0] and all(torch.equal(one[1][name], two[1][name]) for name in one[1])
+
+
+def test_evaluation_and_generation_take_the_plain_path():
+    """Losses a token, logits and the cache know nothing of the kernels."""
+    x, y = (tensor.to(DEVICE) for tensor in batch())
+    plain, fused = model(), model(**dict.fromkeys(FUSED, True))
+    with torch.no_grad():
+        torch.testing.assert_close(fused(x, y, reduction="none"), plain(x, y, reduction="none"))
+        torch.testing.assert_close(fused.eval()(x), plain.eval()(x))
+        assert torch.equal(fused.generate(x[:, :3], 4, temperature=0), plain.generate(x[:, :3], 4, temperature=0))
