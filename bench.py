@@ -1,0 +1,94 @@
+"""Time the training step on random tokens: no data, no evaluations, no files.
+
+python bench.py                                    # GPT-2 124M, everything on, on one GPU
+python bench.py --steps 50 --fp8 --no_flash        # any flag of train_gpt2.py
+torchrun --standalone --nproc_per_node=8 bench.py
+"""
+
+import contextlib
+import statistics
+import sys
+import time
+from dataclasses import dataclass
+
+import torch
+from tqdm import trange
+
+import parallel
+from cli import UserError, parse, run
+from config import MODEL_SWITCHES, SETTLING_STEPS, Config, defaults, resolve
+from metrics import flops_per_token, peak_memory, peak_tflops
+from model import GPT, GPTConfig
+from optim import accumulation_steps, make_optimizer
+
+
+@dataclass
+class BenchConfig(Config):
+    """Time the training step on random tokens.
+
+    Takes every flag of train_gpt2.py; those of data, evaluations and logs have nothing to do here.
+    """
+
+    steps: int = 20
+    """Steps that are timed, after a few that warm up."""
+
+
+def main():
+    config = parse(BenchConfig, default=BenchConfig(**vars(defaults(sys.argv))))
+    if config.steps < 1:
+        raise UserError(f"--steps {config.steps}: it must be at least 1")
+    if config.init_from != "scratch":
+        raise UserError("bench.py starts from random weights: leave out --init_from")
+    ranks = parallel.start(config.device)
+    config, reasons = resolve(config, ranks)
+    if config.autocast == "fp16":
+        raise UserError("bench.py does not scale gradients: use --autocast bf16 or off")
+    device, B, T = ranks.device, config.micro_batch_size, config.seq_len
+    torch.set_float32_matmul_precision("high" if config.tf32 else "highest")
+    autocast = torch.autocast(device.type, torch.bfloat16, enabled=config.autocast != "off")
+    torch.manual_seed(config.seed)
+    sizes = dict(n_layer=config.n_layer, n_head=config.n_head, n_embd=config.n_embd)
+    model = GPT(GPTConfig(seq_len=T, **sizes, **{name: getattr(config, name) for name in MODEL_SWITCHES})).to(device)
+    if config.fp8:
+        import fp8
+
+        fp8.convert(model, targets=config.total_batch_size // ranks.world_size)
+    forward = parallel.wrap_ddp(torch.compile(model, dynamic=False) if config.compile else model, ranks)
+    optimizer = make_optimizer(model, config)
+    tokens = torch.randint(model.config.vocab_size, (B, T + 1), device=device)
+    x, y = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+    micro_steps = accumulation_steps(config.batch_warmup_steps, config, ranks.world_size)
+    for reason in reasons if ranks.is_main else ():
+        print(f"note       {reason}")
+
+    seconds = []
+    for _ in trange(SETTLING_STEPS + config.steps, unit="step", leave=False, disable=None if ranks.is_main else True):
+        start = time.perf_counter()
+        loss_sum = torch.zeros((), device=device)
+        for micro_step in range(micro_steps):
+            alone = ranks.world_size > 1 and micro_step < micro_steps - 1
+            with forward.no_sync() if alone else contextlib.nullcontext():
+                with autocast:
+                    loss = forward(x, y) / micro_steps
+                loss.backward()
+            loss_sum += loss.detach()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip or float("inf"))
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        if config.fp8:
+            fp8.follow(model, micro_steps)
+        ranks.sum(loss_sum)  # waits for the device
+        seconds.append(time.perf_counter() - start)
+
+    if ranks.is_main:
+        step = statistics.median(seconds[SETTLING_STEPS:])
+        rate = micro_steps * B * T * ranks.world_size / step
+        peak = config.peak_tflops or peak_tflops(device)
+        mfu = f", MFU {rate * flops_per_token(model, T) / (peak * 1e12 * ranks.world_size):.1%}" if peak else ""
+        print(f"{rate:,.0f} tokens/sec, {1000 * step:.2f} ms a step{mfu}, peak memory {peak_memory(device):.2f} GB")
+        print(f"first step {seconds[0]:.1f} s; PyTorch {torch.__version__}")
+    parallel.stop()
+
+
+if __name__ == "__main__":
+    run(main)
