@@ -12,6 +12,7 @@ import math
 import cudnn
 import torch
 
+NotSupported = cudnn.cudnnGraphNotSupportedError
 TYPES = {torch.bfloat16: cudnn.data_type.BFLOAT16, torch.float16: cudnn.data_type.HALF}
 
 
@@ -68,6 +69,7 @@ def execute(B, T, H, D, arguments, backward=False):
 @torch.library.custom_op("gpt2::packed_attention", mutates_args=())
 def packed_attention(qkv: torch.Tensor, n_head: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Causal attention of n_head heads; then the softmax's log-sums, for backward. qkv (B, T, 3C) -> (B, T, C)."""
+    qkv = qkv.contiguous()
     B, T, C = *qkv.shape[:2], qkv.size(2) // 3
     y = qkv.new_empty(B, T, C)
     stats = qkv.new_empty(B, n_head, T, 1, dtype=torch.float32)
@@ -86,6 +88,7 @@ def packed_attention_backward(
     dy: torch.Tensor, qkv: torch.Tensor, y: torch.Tensor, stats: torch.Tensor, n_head: int
 ) -> torch.Tensor:
     """The gradient to qkv, (B, T, 3C)."""
+    qkv = qkv.contiguous()
     B, T, C = y.shape
     dqkv = torch.empty_like(qkv)
     parts = [*qkv.split(C, dim=2), y, stats, dy, *dqkv.split(C, dim=2)]
@@ -101,6 +104,7 @@ def _(dy, qkv, y, stats, n_head):
 def keep(ctx, inputs, output):
     ctx.save_for_backward(inputs[0], *output)
     ctx.n_head = inputs[1]
+    ctx.set_materialize_grads(False)
 
 
 def gradient(ctx, dy, _):

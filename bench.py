@@ -42,7 +42,7 @@ def main():
     ranks = parallel.start(config.device)
     config, reasons = resolve(config, ranks)
     if config.autocast == "fp16":
-        raise UserError("bench.py does not scale gradients: use --autocast bf16 or off")
+        raise UserError("bench.py does not scale gradients: use --autocast off")
     device, B, T = ranks.device, config.micro_batch_size, config.seq_len
     torch.set_float32_matmul_precision("high" if config.tf32 else "highest")
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=config.autocast != "off")
@@ -52,7 +52,7 @@ def main():
     if config.fp8:
         import fp8
 
-        fp8.convert(model, targets=config.total_batch_size // ranks.world_size)
+        fp8.convert(model, targets=accumulation_steps(0, config, ranks.world_size) * B * T)
     forward = parallel.wrap_ddp(torch.compile(model, dynamic=False) if config.compile else model, ranks)
     optimizer = make_optimizer(model, config)
     tokens = torch.randint(model.config.vocab_size, (B, T + 1), device=device)

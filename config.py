@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 
 from cli import UserError
-from device import choose_micro_batch_size, fit_device, nearest_multiples
+from device import choose_micro_batch_size, fit_attention, fit_device, nearest_multiples
 
 # flags that the model has too
 MODEL_SWITCHES = ("flash", "pad_vocab", "bf16_residual", "fused_loss", "fused_gelu", "packed_attention")
@@ -91,7 +91,8 @@ class Config:
     packed_attention: bool = True
     """Flash attention through cuDNN's front end, which leaves the gradients of q, k and v side by side."""
     fp8: bool = False
-    """The blocks' products in 8-bit floating point, for Hopper and newer. Faster; rounding is no longer invisible."""
+    """The blocks' products in 8-bit floating point (with --fused_loss the head's, too), for Hopper and newer. The loss
+    then differs by more than rounding does in bf16."""
 
     lr: float = 6e-4
     """Highest learning rate."""
@@ -138,7 +139,7 @@ class Config:
     rungs: str = "all"
     """The ladder's rungs, with commas, in the order to climb; a+b is one rung that turns on both. What isn't named
     stays off. They are tf32, bf16, compile, flash, pad_vocab, fused_adamw, recipe, accumulation, micro_batch,
-    bf16_residual, fused_loss, fused_gelu, packed_attention, fp8, ddp."""
+    bf16_residual, fused_loss, fused_gelu, packed_attention, fp8 (among all only with --fp8), ddp."""
     ladder_steps: int = 20
     """Steps measured on each rung, and in each cell of a sweep, after a few that warm up. They take the place of
     max_steps, and there are no evaluations and no checkpoints."""
@@ -255,6 +256,7 @@ def resolve(config, ranks, pretrained=None):
             f"--total_batch_size {new.total_batch_size} is not a multiple of micro_batch_size {new.micro_batch_size} "
             f"× seq_len {new.seq_len} × {ranks.world_size} ranks: try {hint}--total_batch_size {nearest}"
         )
+    fit_attention(new, ranks.device, reasons)
     if new.fp8 and (new.n_embd % 16 or new.micro_batch_size * new.seq_len % 16):
         raise UserError(
             f"--fp8 needs multiples of 16: n_embd is {new.n_embd}, and a micro-batch has {new.micro_batch_size} × "

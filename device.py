@@ -1,6 +1,6 @@
 """What follows from the device: which optimizations it has, and the micro-batch that fits it."""
 
-import importlib.util
+import importlib
 import shutil
 
 import torch
@@ -60,25 +60,47 @@ def fit_precision(config, device, reasons):
 
 def missing_for(name, config, device):
     """What keeps an optimization with kernels of its own from running here, or None."""
-    if device.type != "cuda":
-        return f"it is for NVIDIA GPUs, this is {device.type}"
+    if device.type != "cuda" or torch.version.hip:
+        return f"it is for NVIDIA GPUs, this is {'AMD' if torch.version.hip else device.type}"
     generation, gpu = torch.cuda.get_device_capability(device), torch.cuda.get_device_name(device)
-    module, package = ("cudnn", "nvidia-cudnn-frontend") if name == "packed_attention" else ("triton", "triton")
-    if not has(module):
-        return f"it needs {package} (pip install {package})"
-    if name == "packed_attention" and (config.autocast == "off" or not config.flash):
-        return "it goes with --flash and --autocast"
-    if name == "packed_attention" and generation < (8, 0):
-        return f"{gpu} is older than Ampere"
+    if name == "packed_attention":
+        if config.autocast == "off" or not config.flash:
+            return "it goes with --flash and --autocast"
+        if generation < (8, 0):
+            return f"{gpu} is older than Ampere"
+        return import_error("attention", "nvidia-cudnn-frontend")
     if name == "fp8" and generation < (9, 0):
         return f"{gpu} is older than Hopper"
     if name == "fp8" and config.autocast != "bf16":
         return "it goes with --autocast bf16"
+    if missing := missing_compiler(device):
+        return f"Triton needs {missing}, and this machine has none"
+    return import_error("kernels", "triton")
+
+
+def import_error(module, package):
+    """Why a file of this project, which needs the package, cannot be imported here, or None."""
+    try:
+        importlib.import_module(module)
+    except ImportError as error:
+        return f"{error} (pip install {package})"
     return None
 
 
-def has(module):
-    return importlib.util.find_spec(module) is not None
+def fit_attention(config, device, reasons):
+    """Turn packed_attention off where cuDNN does not have it for this model's heads and this micro-batch."""
+    if not config.packed_attention:
+        return
+    import attention
+
+    sizes = (config.micro_batch_size, config.seq_len, config.n_head, config.n_embd // config.n_head)
+    try:
+        for backward in (False, True):
+            attention.plan(*sizes, torch.bfloat16 if config.autocast == "bf16" else torch.float16, device, backward)
+    except (RuntimeError, attention.NotSupported) as error:
+        config.packed_attention = False
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        reasons.append(f"packed_attention is off: cuDNN says {reason}")
 
 
 def missing_compiler(device):
@@ -104,7 +126,8 @@ def choose_micro_batch_size(config, ranks):
         free = torch.cuda.mem_get_info(ranks.device)[0]
         room = 0.85 * free - 18 * count_params(config)  # fp32 weights, gradients, two moments; a 16-bit copy
         if config.fused_loss:
-            room -= VOCAB_SIZE * (2 * 4096 + 6 * config.n_embd)  # 4096 rows of logits; the table and its gradient
+            # 4096 rows of logits; the table in their type, and its gradient
+            room -= VOCAB_SIZE * ((2 if config.autocast != "off" else 4) * (4096 + config.n_embd) + 4 * config.n_embd)
         limit = room / (config.seq_len * bytes_per_token(config))
         where = f"fits the {free / 2**30:.0f} GB that are free"
     else:
@@ -134,7 +157,10 @@ PEAK_BYTES = {
 
 
 def bytes_per_token(config):
-    """Peak memory of forward and backward for each token of a micro-batch."""
+    """Peak memory for each token of a micro-batch: of forward and backward, or of evaluation, if that takes more."""
     layer, head, score = PEAK_BYTES[config.compile, config.autocast != "off"]
     scores = 0 if config.flash else config.n_head * config.seq_len * score
-    return config.n_layer * (config.n_embd * layer + scores) + (0 if config.fused_loss else VOCAB_SIZE * head)
+    training = config.n_layer * (config.n_embd * layer + scores) + (0 if config.fused_loss else VOCAB_SIZE * head)
+    # evaluation wants each token's loss and makes all logits: 2 bytes each compiled, eager 11 with float32 copies
+    evaluation = VOCAB_SIZE * (2 if config.compile else 11) * (1 if config.autocast != "off" else 2)
+    return max(training, evaluation)

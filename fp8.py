@@ -1,4 +1,4 @@
-"""The blocks' matrix products in 8-bit floating point: forward, and both gradients. And the head's, in forward alone.
+"""The blocks' matrix products in 8-bit floating point: forward, and both gradients. And the fused head's, in forward.
 
 Tensor cores multiply float8 at twice the rate of bf16. It has 3 bits after the leading one and a range of 2^18, so
 every tensor is divided by a scale first. A weight's comes from the weight itself, once a step. An activation's or a
@@ -78,7 +78,7 @@ def keep_for_linear(ctx, inputs, output):
 
 
 def linear_gradients(ctx, dy, *_):
-    dx, dw, db, found = linear_backward(dy.contiguous(), *ctx.saved_tensors)
+    dx, dw, db, found = linear_backward(dy, *ctx.saved_tensors)
     return dx, dw, db, None, None, None, found
 
 
@@ -106,7 +106,7 @@ def mlp(
 @mlp.register_fake
 def _(x, w1, b1, w2, b2, w1_8, w1_8t, w2_8, w2_8t, scales, peaks):
     (N, C), D = x.shape, len(w1)
-    return torch.empty_like(x), w1_8.new_empty(C, N), x.new_empty(N, D), w1_8.new_empty(D, N), torch.empty_like(peaks)
+    return x.new_empty(N, C), w1_8.new_empty(C, N), x.new_empty(N, D), w1_8.new_empty(D, N), torch.empty_like(peaks)
 
 
 @torch.library.custom_op("gpt2::fp8_mlp_backward", mutates_args=())
@@ -129,7 +129,7 @@ def mlp_backward(
 def _(dy, x8_t, h, a8_t, b1, w1_8t, w2_8t, scales, found):
     C, D = dy.size(1), h.size(1)
     weights = scales.new_empty(D, C), scales.new_empty(D), scales.new_empty(C, D), scales.new_empty(C)
-    return torch.empty_like(dy), *weights, torch.empty_like(found)
+    return dy.new_empty(dy.shape), *weights, torch.empty_like(found)
 
 
 def keep_for_mlp(ctx, inputs, output):
@@ -140,7 +140,7 @@ def keep_for_mlp(ctx, inputs, output):
 
 
 def mlp_gradients(ctx, dy, *_):
-    *gradients, found = mlp_backward(dy.contiguous(), *ctx.saved_tensors)
+    *gradients, found = mlp_backward(dy, *ctx.saved_tensors)
     return *gradients, None, None, None, None, None, found
 
 
@@ -152,84 +152,89 @@ mlp.register_autograd(mlp_gradients, setup_context=keep_for_mlp)
 
 
 class Float8(nn.Module):
-    """Weights in 8 bits, scales, and `peaks`, the place where backward leaves the largest values that it met."""
+    """What both have. None of it is a buffer: each rank has its own, and DDP would send rank 0's to all."""
 
-    def prepare(self, peaks):
-        """peaks: the largest values to expect at first."""
-        weights = self.weights()
+    def prepare(self, weights, peaks):
+        """weights: those to have in 8 bits; peaks: the largest values of the other tensors to expect at first."""
         device = weights[0].device
+        self.weights = weights
+        self.small = [kernels.float8_pair(weight) for weight in weights]  # as it is, and transposed
         # four apart: cuBLAS takes a scale from an address that is a multiple of 16 bytes
-        self.register_buffer("scales", torch.zeros(len(peaks) + len(weights), 4, device=device), persistent=False)
-        self.register_buffer("peaks", torch.zeros(len(peaks), device=device, requires_grad=True), persistent=False)
+        self.scales = torch.zeros(len(peaks) + len(weights), 4, device=device)
         self.scales[: len(peaks), 0] = torch.tensor(peaks) * (MARGIN / LARGEST)
-        for i, weight in enumerate(weights):
-            for name, tensor in zip(("w8", "w8_t"), kernels.float8_pair(weight)):
-                self.register_buffer(f"{name}_{i}", tensor, persistent=False)
-        self.quantize_weights()
-
-    @torch.no_grad()
-    def quantize_weights(self):
-        for i, weight in enumerate(self.weights()):
-            scale = self.scales[len(self.peaks) + i, 0]
-            scale.copy_(kernels.scale_of(weight))
-            kernels.quantize(weight, scale, out=(getattr(self, f"w8_{i}"), getattr(self, f"w8_t_{i}")))
+        # where backward leaves the largest values that it met, as a gradient
+        self.peaks = torch.zeros(len(peaks), device=device, requires_grad=True)
 
 
 class Linear(Float8):
+    """nn.Linear in 8 bits; gradient is the largest to expect at first."""
+
     def __init__(self, plain, gradient):
         super().__init__()
         self.weight, self.bias = plain.weight, plain.bias
-        self.prepare([FIRST_INPUT, gradient])
-
-    def weights(self):
-        return [self.weight]
+        self.prepare([self.weight], [FIRST_INPUT, gradient])
 
     def forward(self, x):
         if not torch.is_grad_enabled():
             return F.linear(x, self.weight, self.bias)
         rows = x.flatten(0, -2).bfloat16()
-        y = linear(rows, self.weight, self.bias, self.w8_0, self.w8_t_0, self.scales, self.peaks)[0]
+        y = linear(rows, self.weight, self.bias, *self.small[0], self.scales, self.peaks)[0]
         return y.unflatten(0, x.shape[:-1])
 
 
 class MLP(Float8):
+    """model.MLP in 8 bits; gradient is the largest to expect at first."""
+
     def __init__(self, plain, gradient):
         super().__init__()
         self.c_fc, self.c_proj = plain.c_fc, plain.c_proj
-        self.prepare([FIRST_INPUT, FIRST_INPUT, gradient, gradient])
-
-    def weights(self):
-        return [self.c_fc.weight, self.c_proj.weight]
+        self.prepare([self.c_fc.weight, self.c_proj.weight], [FIRST_INPUT, FIRST_INPUT, gradient, gradient])
 
     def forward(self, x):
         one, two = self.c_fc, self.c_proj
         if not torch.is_grad_enabled():
             return two(F.gelu(one(x), approximate="tanh"))
-        y = mlp(
-            x.flatten(0, -2).bfloat16(), one.weight, one.bias, two.weight, two.bias, self.w8_0, self.w8_t_0,
-            self.w8_1, self.w8_t_1, self.scales, self.peaks,
-        )[0]  # fmt: skip
-        return y.view_as(x)
+        rows = x.flatten(0, -2).bfloat16()
+        (w1, w1_t), (w2, w2_t) = self.small
+        parameters = one.weight, one.bias, two.weight, two.bias
+        return mlp(rows, *parameters, w1, w1_t, w2, w2_t, self.scales, self.peaks)[0].view_as(x)
 
 
 def convert(model, targets):
-    """Let a GPT's blocks, and its head's forward, compute in 8 bits.
+    """Let a GPT's blocks, and with fused_loss its head's forward, compute in 8 bits.
 
-    The model is on its device; what trains it is a mean over `targets` a step.
+    The model is on its device; what trains it is a mean over `targets` in the first step.
     """
+    gradient = FIRST_GRADIENT / targets
     for block in model.transformer.h:
-        block.attn.c_attn = Linear(block.attn.c_attn, FIRST_GRADIENT / targets)
-        block.attn.c_proj = Linear(block.attn.c_proj, FIRST_GRADIENT / targets)
-        block.mlp = MLP(block.mlp, FIRST_GRADIENT / targets)
-    model.fp8_head = True
+        block.attn.c_attn = Linear(block.attn.c_attn, gradient)
+        block.attn.c_proj = Linear(block.attn.c_proj, gradient)
+        block.mlp = MLP(block.mlp, gradient)
+    model.fp8_head = model.config.pad_vocab  # tensor cores want a multiple of 16 words
+    quantize_weights(modules(model))
 
 
 @torch.no_grad()
 def follow(model, micro_steps):
     """After a step: scales from its largest values, a mean over the micro-batches; the new weights in 8 bits."""
-    modules = [module for module in model.modules() if isinstance(module, Float8)]
-    found = torch._foreach_mul([module.peaks.grad for module in modules], MARGIN / LARGEST / micro_steps)
-    torch._foreach_copy_([module.scales[: len(module.peaks), 0] for module in modules], found)
-    torch._foreach_zero_([module.peaks.grad for module in modules])
-    for module in modules:
-        module.quantize_weights()
+    all_peaks = [module.peaks.grad for module in modules(model)]
+    all_scales = [module.scales[: len(module.peaks), 0] for module in modules(model)]
+    found, before = torch.cat(all_peaks) * (MARGIN / LARGEST / micro_steps), torch.cat(all_scales)
+    found = torch.where(found.isfinite() & (found > 0), found, before)  # a step gone wrong changes nothing
+    torch._foreach_copy_(all_scales, list(found.split([len(peaks) for peaks in all_peaks])))
+    torch._foreach_zero_(all_peaks)
+    quantize_weights(modules(model))
+
+
+@torch.no_grad()
+def quantize_weights(modules):
+    """All weights in 8 bits, as they are now."""
+    weights = [weight for module in modules for weight in module.weights]
+    scales = [scale for module in modules for scale in module.scales[len(module.peaks) :, 0]]
+    torch._foreach_copy_(scales, torch._foreach_div(torch._foreach_norm(weights, float("inf")), LARGEST))
+    for weight, scale, pair in zip(weights, scales, (pair for module in modules for pair in module.small)):
+        kernels.quantize(weight, scale, out=pair)
+
+
+def modules(model):
+    return [module for module in model.modules() if isinstance(module, Float8)]

@@ -1,14 +1,14 @@
 """Triton kernels for what PyTorch's compiler does in more passes over memory than it needs.
 
 Each is an operation of its own that torch.compile leaves whole, with its gradients. Computation is in float32 whatever
-the tensors are; sums over rows are in float32 and in a fixed order, so results repeat.
+the tensors are; their sums are in float32 and in a fixed order, so they repeat bit by bit.
 """
 
 import torch
 import triton
 import triton.language as tl
 
-IGNORED = -1  # a target that has no loss
+IGNORED = tl.constexpr(-1)  # a target that has no loss
 ROWS_OF_LOGITS = 4096  # that exist at a time: 0.4 GB in 16 bits
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)  # on a CPU, for tests
 
@@ -18,7 +18,7 @@ INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)  # on a CPU, for test
 
 
 @triton.jit
-def cross_entropy_kernel(logits, targets, losses, stride, V, V_padded, BLOCK: tl.constexpr, IGNORED: tl.constexpr):
+def cross_entropy_kernel(logits, targets, losses, stride, V, V_padded, BLOCK: tl.constexpr):
     """A row's loss, and in the logits' place its gradient: softmax minus one-hot, 0 in the padding.
 
     Two passes: one sums the exponentials, one makes the gradient and finds the row, 100 kB, still in the cache. What a
@@ -64,7 +64,7 @@ def cross_entropy_(logits, targets, vocab_size):
     losses = torch.empty(N, dtype=torch.float32, device=logits.device)
     block = min(8192, max(128, triton.next_power_of_2(vocab_size)))  # a multiple of 128, as the padding makes rows
     cross_entropy_kernel[(N,)](
-        logits, targets, losses, logits.stride(0), vocab_size, V_padded, BLOCK=block, IGNORED=IGNORED, num_warps=16
+        logits, targets, losses, logits.stride(0), vocab_size, V_padded, BLOCK=block, num_warps=16
     )
     return losses
 
@@ -84,13 +84,13 @@ def head_loss(
     x_gradient = torch.empty_like(x)
     weight_gradient = torch.zeros_like(weight)
     loss = torch.zeros((), dtype=torch.float32, device=x.device)
-    x8 = x
     if fp8:
-        x_scale, weight_scale = scale_of(x), scale_of(weight)
-        x8, weight8 = quantize(x, x_scale)[0], quantize(weight, weight_scale)[0]
-    for rows, rows8, part, gradient in zip(*(each.chunk(chunks) for each in (x, x8, targets, x_gradient))):
+        scale, weight_scale = scale_of(x), scale_of(weight)
+        weight8 = quantize(weight, weight_scale)[0]
+    for rows, part, gradient in zip(x.chunk(chunks), targets.chunk(chunks), x_gradient.chunk(chunks)):
         if fp8:
-            logits = torch._scaled_mm(rows8, weight8.t(), x_scale, weight_scale, out_dtype=x.dtype, use_fast_accum=True)
+            rows8 = quantize(rows, scale)[0]
+            logits = torch._scaled_mm(rows8, weight8.t(), scale, weight_scale, out_dtype=x.dtype, use_fast_accum=True)
         else:
             logits = rows @ cast.t()  # (N / chunks, V_padded)
         loss += cross_entropy_(logits, part, vocab_size).sum()
@@ -120,9 +120,11 @@ head_loss.register_autograd(scale_gradients, setup_context=keep_gradients)
 
 def mean_loss(x, weight, targets, vocab_size, fp8=False):
     """The mean cross-entropy in nats of the logits x weightᵀ over all targets but IGNORED; x (B, T, C)."""
+    if torch.is_autocast_enabled(x.device.type):
+        x = x.to(torch.get_autocast_dtype(x.device.type))
     chunks = -(-targets.numel() // ROWS_OF_LOGITS)
-    total = head_loss(x.flatten(0, 1), weight, targets.flatten(), vocab_size, chunks, fp8)[0]
-    return total / (targets != IGNORED).sum()
+    total = head_loss(x.flatten(0, 1).contiguous(), weight, targets.flatten().contiguous(), vocab_size, chunks, fp8)[0]
+    return total / (targets != IGNORED.value).sum()
 
 
 def add_product_(out, a, b):
@@ -223,6 +225,7 @@ def quantize(x, scale, peak=None, column_sums=False, out=None):
     x (N, C), N a multiple of 4; scale and peak float32 scalars; peak becomes, in place, the largest |x| or stays above.
     out: the pair of float8_pair to write into.
     """
+    x = x.contiguous()
     N, C = x.shape
     rows, block = 16, 64
     grid = (triton.cdiv(N, 4 * rows), triton.cdiv(C, block))
@@ -296,6 +299,7 @@ def bias_gelu_backward_kernel(
 
 def gelu(h, bias, scale=None, peak=None):
     """gelu(h + bias), in its tanh form, as h, or with a scale the pair of quantize. h (N, C), bias (C,) float32."""
+    h = h.contiguous()
     N, C = h.shape
     rows, block = (1, 1024) if scale is None else (16, 64)
     out, out_t = (torch.empty_like(h), None) if scale is None else float8_pair(h)
@@ -308,6 +312,7 @@ def gelu(h, bias, scale=None, peak=None):
 
 def gelu_backward(h, bias, out_gradient, scale=None, peak=None):
     """The gradients of gelu: to h, as h or with a scale the pair of quantize, and to bias (C,) float32."""
+    h, out_gradient = h.contiguous(), out_gradient.contiguous()
     N, C = h.shape
     rows, block, steps = (1, 512, 8) if scale is None else (16, 64, 1)
     gradient, gradient_t = (torch.empty_like(h), None) if scale is None else float8_pair(h)
@@ -332,7 +337,7 @@ def bias_gelu(h: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
 
 @bias_gelu.register_fake
 def _(h, bias):
-    return torch.empty_like(h)
+    return h.new_empty(h.shape)
 
 
 @torch.library.custom_op("gpt2::bias_gelu_backward", mutates_args=())
@@ -346,7 +351,7 @@ def bias_gelu_backward(
 
 @bias_gelu_backward.register_fake
 def _(h, bias, out_gradient):
-    return torch.empty_like(h), torch.empty_like(bias)
+    return h.new_empty(h.shape), torch.empty_like(bias)
 
 
 def keep_inputs(ctx, inputs, output):
@@ -354,7 +359,7 @@ def keep_inputs(ctx, inputs, output):
 
 
 def bias_gelu_gradients(ctx, out_gradient):
-    return bias_gelu_backward(*ctx.saved_tensors, out_gradient.contiguous())
+    return bias_gelu_backward(*ctx.saved_tensors, out_gradient)
 
 
 bias_gelu.register_autograd(bias_gelu_gradients, setup_context=keep_inputs)

@@ -200,8 +200,6 @@ class GPT(nn.Module):
         # fused_loss: logits exist for a part of the batch at a time, and the pass over them that finds the loss leaves
         # the gradient in their place
         if self.config.fused_loss and targets is not None and reduction == "mean":
-            if torch.is_autocast_enabled(x.device.type):
-                x = x.to(torch.get_autocast_dtype(x.device.type))
             fp8 = self.fp8_head and torch.is_grad_enabled()
             return kernels.mean_loss(x, self.transformer.wte.weight, targets, self.config.vocab_size, fp8)
         # pad_vocab: the head's product, the largest of all, has 50304 columns, a multiple of 128 that tensor-core tiles

@@ -99,10 +99,9 @@ def stop():
 def wrap_ddp(model, ranks):
     """The model with its gradients averaged over ranks in backward (outside no_sync()). One rank: the model itself.
 
-    gradient_as_bucket_view: gradients live in the communication buckets, which saves a copy of them all. Buffers, which
-    GPT-2 has none of and fp8 has for each rank's own values, stay as they are.
+    gradient_as_bucket_view: gradients live in the communication buckets, which saves a copy of them all.
     """
     if ranks.world_size == 1:
         return model
     device_ids = [ranks.device.index] if ranks.device.type == "cuda" else None
-    return DistributedDataParallel(model, device_ids=device_ids, gradient_as_bucket_view=True, broadcast_buffers=False)
+    return DistributedDataParallel(model, device_ids=device_ids, gradient_as_bucket_view=True)

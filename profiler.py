@@ -48,8 +48,8 @@ def start(config, model_config, log):
         profile.export_chrome_trace(str(trace))
         seconds, kinds = gpu_time(read_trace(trace)) if gpu else cpu_time(profile)
         roof = gpu_roof(log.device, log.peak_flops and log.peak_flops / world_size)
-        if not config.compile or config.autocast == "off":
-            roof = None  # the peak is that of 16 bits, and the bytes are those of fused operations
+        if not config.compile or config.autocast == "off" or config.fp8:
+            roof = None  # the peak and the bytes are those of 16 bits, and of fused operations
         accumulated = [accumulation_steps(SETTLING_STEPS + i, config, world_size) for i in range(steps)]
         tokens = sum(accumulated) / steps * config.micro_batch_size * config.seq_len
         table = make_table(kinds, seconds, steps, roof, work(model_config, config.seq_len, tokens))

@@ -84,7 +84,7 @@ def main():
     if config.fp8:
         import fp8
 
-        fp8.convert(model, targets=config.total_batch_size // ranks.world_size)
+        fp8.convert(model, targets=accumulation_steps(0, config, ranks.world_size) * B * T)
     # compile: one pass over memory for a chain of element-wise operations, and no Python between kernels. Every shape
     # gets its own graph (dynamic=False): training, validation and HellaSwag have one each, and none is compiled twice.
     forward = torch.compile(model, dynamic=False) if config.compile else model

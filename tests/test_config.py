@@ -6,6 +6,7 @@ import pytest
 import torch
 from conftest import ROOT, expect_error
 
+import config as config_module
 import device as device_module
 from cli import UserError, parse
 from config import DEMO, Config, defaults, flags, resolve
@@ -39,7 +40,8 @@ def test_the_micro_batch_fits_and_divides(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100")
     monkeypatch.setattr(device_module.shutil, "which", lambda name: name)
-    monkeypatch.setattr(device_module, "has", lambda module: True)
+    monkeypatch.setattr(device_module, "import_error", lambda module, package: None)
+    monkeypatch.setattr(config_module, "fit_attention", lambda config, device, reasons: None)
     sizes = []
     for free in (4, 14, 22, 78, 139):
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device, free=free: (free * gigabytes, 0))
@@ -151,14 +153,22 @@ def test_kernels_are_for_gpus_that_have_them(monkeypatch, generation, flags, off
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: generation)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "A GPU")
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (100 * 2**30, 0))
-    monkeypatch.setattr(device_module, "has", lambda module: True)
+    monkeypatch.setattr(device_module, "missing_compiler", lambda device: None)
+    monkeypatch.setattr(device_module, "import_error", lambda module, package: None)
+    monkeypatch.setattr(config_module, "fit_attention", lambda config, device, reasons: None)
     config, why = resolved(device="cuda", fp8=True, **flags)
     assert [name for name in kernels if not getattr(config, name)] == list(off)
     assert all(f"{name} is off: " in why and reason in why for name, reason in off.items())
-    monkeypatch.setattr(device_module, "has", lambda module: False)
+    if config.fp8:
+        with pytest.raises(UserError, match="--fp8 needs multiples of 16"):
+            resolved(device="cuda", fp8=True, seq_len=8, micro_batch_size=1, total_batch_size=8, **flags)
+    monkeypatch.setattr(device_module, "import_error", lambda module, package: f"no {module} (pip install {package})")
     config, why = resolved(device="cuda", fp8=True, **flags)
     assert not any(getattr(config, name) for name in kernels)
-    assert "pip install triton" in why and "pip install nvidia-cudnn-frontend" in why
+    assert "pip install triton" in why and (generation < (8, 0) or flags or "install nvidia-cudnn-frontend" in why)
+    monkeypatch.setattr(device_module, "missing_compiler", lambda device: "a C compiler (gcc)")
+    config, why = resolved(device="cuda", fp8=True, **flags)
+    assert "fused_loss is off: Triton needs a C compiler (gcc)" in why
 
 
 def test_bf16_residual_is_for_gpus(monkeypatch):

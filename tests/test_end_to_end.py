@@ -201,3 +201,35 @@ def test_the_readme_names_every_file():
     readme = (ROOT / "README.md").read_text()
     for path in ROOT.glob("*.py"):
         assert path.name in readme
+
+
+# Lets a CPU have the kernels, in Triton's interpreter
+WITH_KERNELS = """
+import sys
+sys.path.insert(0, {root!r})
+import device
+real = device.missing_for
+device.missing_for = lambda name, config, dev: real(name, config, dev) if name == "packed_attention" else None
+import cli, train_gpt2
+cli.run(train_gpt2.main)
+"""
+
+
+@pytest.mark.parametrize(
+    "flags, ranks, tolerance",
+    [
+        ("--autocast off", 1, 1e-5),
+        ("--autocast off", 2, 1e-5),
+        ("--autocast bf16", 1, 1e-2),
+        ("--autocast bf16 --fp8 --no_fused_loss", 1, 2e-2),
+    ],
+)
+def test_training_with_the_kernels(train, tmp_path, flags, ranks, tolerance):
+    pytest.importorskip("triton")
+    script = tmp_path / "with_kernels.py"
+    script.write_text(WITH_KERNELS.format(root=str(ROOT)))
+    plain = train("plain", "--max_steps", 2, drop="--max_steps")
+    run = train("kernels", "--max_steps", 2, *flags.split(), drop="--max_steps --autocast", script=script, ranks=ranks)
+    assert logged(run) == pytest.approx(logged(plain), rel=tolerance)
+    on = re.search(r"^on +(.*?) \(off", (run / "output.txt").read_text(), re.M)[1].split(", ")
+    assert {"fused_gelu", "fp8" if "--fp8" in flags else "fused_loss"} <= set(on)

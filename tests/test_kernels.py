@@ -1,5 +1,7 @@
 """Against float64 references: on a GPU where there is one, else in Triton's interpreter (see conftest)."""
 
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -9,7 +11,9 @@ from model import GPT, GPTConfig
 
 kernels = pytest.importorskip("kernels", reason="needs Triton")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-KINDS = [(torch.float32, 2e-5), (torch.bfloat16, 2e-2)]
+KINDS = [(torch.float32, 2e-5), (torch.bfloat16, 2e-2)]  # the interpreter truncates to bfloat16
+SCALE = torch.tensor(0.5, device=DEVICE)
+FUSED = ("fused_loss", "fused_gelu")
 
 
 def normal(*shape, dtype=torch.float32):
@@ -86,12 +90,6 @@ def test_the_head_in_parts(monkeypatch, rows, dtype, tolerance):
     check(ours, reference, [normal(3, 17, C, dtype=dtype), table], tolerance)
 
 
-FUSED = ("fused_loss", "fused_gelu")
-
-
-SCALE = torch.tensor(0.5, device=DEVICE)
-
-
 @pytest.mark.parametrize("shape", [(4, 16), (68, 48), (128, 130), (1024, 768)])
 def test_float8_is_exact_where_it_can_be(shape):
     """What 8 bits hold comes out as it is, both ways around; the interpreter rounds other numbers wrongly."""
@@ -139,14 +137,63 @@ def model(**options):
     return GPT(GPTConfig(**SIZES, **options)).to(DEVICE)
 
 
+@pytest.fixture
+def calls(monkeypatch):
+    """The types and rows of what the kernels got: {"cross_entropy_" or "gelu": [(dtype, rows), ...]}."""
+    seen = dict(cross_entropy_=[], gelu=[])
+
+    def spy(name, real, x, *rest):
+        seen[name].append((x.dtype, len(x)))
+        return real(x, *rest)
+
+    for name in seen:
+        monkeypatch.setattr(kernels, name, partial(spy, name, getattr(kernels, name)))
+    return seen
+
+
 @pytest.mark.parametrize("on", [*((name,) for name in FUSED), FUSED])
-def test_the_model_is_the_same(on):
+def test_the_model_is_the_same(on, calls, monkeypatch):
+    monkeypatch.setattr(kernels, "ROWS_OF_LOGITS", 30)
     x, y = (tensor.to(DEVICE) for tensor in batch())
     y[0, :5] = -1
     plain, fused = (loss_and_gradients(model(**dict.fromkeys(names, True)), x, y) for names in ((), on))
     assert fused[0] == pytest.approx(plain[0], rel=1e-5)
     for name, gradient in plain[1].items():
         torch.testing.assert_close(fused[1][name], gradient, rtol=1e-3, atol=1e-5, msg=name)
+    assert [rows for _, rows in calls["cross_entropy_"]] == ([24, 24, 24] if "fused_loss" in on else [])
+    assert len(calls["gelu"]) == (SIZES["n_layer"] if "fused_gelu" in on else 0)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_under_autocast_they_work_in_16_bits(calls, dtype):
+    x, y = (tensor.to(DEVICE) for tensor in batch())
+    losses = []
+    for names in ((), FUSED):
+        with torch.autocast(DEVICE, dtype):
+            losses.append(loss_and_gradients(model(**dict.fromkeys(names, True)), x, y)[0])
+    assert losses[1] == pytest.approx(losses[0], rel=3e-3)
+    assert {kind for kind, _ in calls["cross_entropy_"] + calls["gelu"]} == {dtype}
+
+
+def test_the_compiler_knows_what_they_return():
+    """Shapes, types and strides of the operations' stand-ins, and that nothing returned is an input."""
+    x, weight, targets = normal(6, 16), normal(32, 16), torch.arange(6, device=DEVICE)
+    for requires_grad in (False, True):
+        x, weight = x.detach().requires_grad_(requires_grad), weight.detach().requires_grad_(requires_grad)
+        checks = ("test_schema", "test_faketensor", "test_autograd_registration")
+        torch.library.opcheck(kernels.head_loss, (x, weight, targets, 30, 2, False), test_utils=checks)
+        torch.library.opcheck(kernels.bias_gelu, (x, weight[0]), test_utils=checks)
+
+
+def test_what_is_not_contiguous():
+    wide, bias = normal(4, 6, 32), normal(16)
+    expected = F.gelu(wide[..., :16] + bias, approximate="tanh")
+    torch.testing.assert_close(kernels.bias_gelu(wide[..., :16], bias), expected, rtol=1e-4, atol=1e-5)
+    x, weight, targets = normal(4, 1, 16), normal(32, 16), torch.randint(30, (4, 9), device=DEVICE)[:, 5:6]
+    logits = (x @ weight.t())[..., :30].flatten(0, 1)
+    assert kernels.mean_loss(x, weight, targets, 30).item() == pytest.approx(
+        F.cross_entropy(logits, targets.flatten()).item(), rel=1e-4
+    )
 
 
 def test_results_repeat():
@@ -155,8 +202,7 @@ def test_results_repeat():
     assert one[0] == two[0] and all(torch.equal(one[1][name], two[1][name]) for name in one[1])
 
 
-def test_evaluation_and_generation_take_the_plain_path():
-    """Losses a token, logits and the cache know nothing of the kernels."""
+def test_evaluation_and_generation_agree_with_the_plain_model():
     x, y = (tensor.to(DEVICE) for tensor in batch())
     plain, fused = model(), model(**dict.fromkeys(FUSED, True))
     with torch.no_grad():

@@ -268,7 +268,7 @@ def gpus(monkeypatch):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: generation)
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
         monkeypatch.setattr(device_module, "missing_compiler", lambda device: None)
-        monkeypatch.setattr(device_module, "has", lambda module: True)
+        monkeypatch.setattr(device_module, "import_error", lambda module, package: None)
 
     return pretend
 
