@@ -90,10 +90,10 @@ def print_table(table, steps, seconds, title, roof):
         if "tflops" in row:
             text += f" {row['flop_per_byte']:10.1f} {row['tflops']:8.1f} {row['of_roof']:8.0%}"
         print(text)
-    if not roof:
-        print("(how close to the hardware's roof: of compiled runs in 16 bits, on a GPU whose peaks are known)")
     if roof:
         print(f"roof: {roof[0] / 1e12:g} TFLOP/s, {roof[1] / 1e9:,.0f} GB/s")
+    else:
+        print("(how close to the hardware's roof: of compiled runs in 16 bits, on a GPU whose peaks are known)")
 
 
 def read_trace(path):
