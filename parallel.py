@@ -1,10 +1,12 @@
 """Ranks and their devices: the process group, and DDP around the model."""
 
+import gc
 import os
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+import torch.distributed.nn.functional  # imported once there is a group, its default arguments would hold the group
 from torch.nn.parallel import DistributedDataParallel
 
 from cli import UserError
@@ -92,7 +94,13 @@ def start(device_type):
 
 
 def stop():
+    """Leave the process group. Let go of a model in DDP first: it holds the group.
+
+    A group that is held keeps its threads, and gloo's end the whole process with SIGABRT when one of them lets go of a
+    collective that backward started (and with it, of a Python object) while Python itself is ending.
+    """
     if dist.is_initialized():
+        gc.collect()
         dist.destroy_process_group()
 
 

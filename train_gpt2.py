@@ -196,6 +196,7 @@ def main():
             print("Next: `python fineweb.py` makes real data, then `python train_gpt2.py` trains GPT-2 124M on it.")
             print("`python train_gpt2.py --help` lists the flags.")
         log.close()
+    del train_forward
     parallel.stop()
 
 
