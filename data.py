@@ -20,11 +20,19 @@ from tokenizer import END_OF_TEXT
 SHUFFLE_WINDOW = 8
 
 
+UNFINISHED = "unfinished.json"  # where fineweb.py stands, in the folder that it is filling
+
+
 def open_shards(data_dir, split):
     """Memory-map every shard of split "train" or "val" in data_dir, in the order of their names.
 
-    Raises UserError when there are none, or when a file is not a shard.
+    Raises UserError when there are none, when more are to come, or when a file is not a shard.
     """
+    if (Path(data_dir) / UNFINISHED).exists():
+        raise UserError(
+            f"{data_dir} is not finished: run the same fineweb.py command again, it goes on where it was (or delete "
+            f"{Path(data_dir) / UNFINISHED} to train on what is there)"
+        )
     paths = sorted(Path(data_dir).glob(f"*_{split}_*.npy"))
     if not paths:
         raise UserError(
@@ -52,7 +60,18 @@ def open_shard(path):
             f"{path} is not a shard: {shard.dtype} of shape {shard.shape}, but it must be uint16, one-dimensional and "
             "not empty; delete it and make it again"
         )
+    check_ids(shard[:65536], path)
+    check_ids(shard[-65536:], path)
     return shard
+
+
+def check_ids(tokens, path):
+    """Raises UserError for a token that GPT-2's vocabulary does not have."""
+    if len(tokens) and tokens.max() > END_OF_TEXT:
+        raise UserError(
+            f"{path} has token {tokens.max()}, but GPT-2's vocabulary ends with {END_OF_TEXT}: make it again with "
+            "fineweb.py, from text"
+        )
 
 
 def write_shard(path, tokens):
@@ -100,7 +119,9 @@ class TokenStream:
             skip = offset + filled - (ends[document - 1] if document else 0)  # tokens of this document already read
             n = min(int(ends[document] - offset - filled), len(out) - filled)
             first = start[document] + skip
-            out[filled : filled + n] = self.shards[shard_of[document]][first : first + n]
+            shard = self.shards[shard_of[document]]
+            out[filled : filled + n] = shard[first : first + n]
+            check_ids(out[filled : filled + n], getattr(shard, "filename", "a shard"))
             filled += n
             document += 1
         return filled

@@ -4,10 +4,12 @@
     python fineweb.py --input 'docs/*.parquet'         # local files with FineWeb's columns
 
 Shard 0 is validation, the others are training. On the same documents the files are byte for byte build-nanogpt's.
+Interrupted, the same command goes on after the last whole shard.
 """
 
 import collections
 import glob
+import json
 import os
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -17,7 +19,7 @@ import numpy as np
 from tqdm import tqdm
 
 from cli import UserError, parse, run
-from data import write_shard
+from data import UNFINISHED, write_shard
 from tokenizer import END_OF_TEXT, get_tokenizer
 
 DOCUMENTS_PER_TASK = 32
@@ -43,9 +45,11 @@ class Flags:
     """Stop after this many tokens."""
 
 
-def read_documents(flags):
-    """Yield lists of texts, in the dataset's order. Raises UserError when the data cannot be had."""
+def read_documents(flags, state, states):
+    """Yield lists of texts, in the dataset's order, from `state` on (None: the start). Before each list the state that
+    leads to it is appended to `states`. Raises UserError when the data cannot be had."""
     from datasets import load_dataset
+    from httpx import HTTPError
 
     if flags.input is not None:
         files = sorted(glob.glob(flags.input))
@@ -60,13 +64,25 @@ def read_documents(flags):
             raise UserError(
                 f"--input {flags.input}: there is no column named text, only {', '.join(dataset.column_names)}"
             )
-        for batch in dataset.select_columns(["text"]).iter(batch_size=DOCUMENTS_PER_TASK):
+        dataset = dataset.select_columns(["text"])
+        if state:
+            dataset.load_state_dict(state)
+        batches = dataset.iter(batch_size=DOCUMENTS_PER_TASK)
+        while True:
+            before = dataset.state_dict()
+            try:
+                batch = next(batches)
+            except StopIteration:
+                return
+            states.append(before)
             yield batch["text"]
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, HTTPError) as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         where = f"--input {flags.input}" if flags.input else f"FineWeb-Edu {flags.subset} from the hub"
         hint = "" if flags.input else "; local parquet files go in with --input"
-        raise UserError(f"cannot read {where}: {reason}{hint}") from error
+        raise UserError(
+            f"cannot read {where}: {reason}{hint}; the same command goes on after the last whole shard"
+        ) from error
 
 
 def tokenize(texts):
@@ -90,20 +106,18 @@ def tokenize_in_parallel(batches, workers):
             yield ahead.popleft().result()
 
 
-def write_shards(pieces, out, shard_size):
+def write_shards(pieces, out, shard_size, index=0, whole=lambda index, left: None):
     """Write pieces (uint16 arrays) one after another as edufineweb_{val,train}_{index:06d}.npy; yields their sizes.
 
+    After each whole shard, calls whole(the next one's index, tokens of the present piece that are still to be written).
     Raises UserError when there is nothing left for a training shard.
     """
     out = Path(out)
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"cannot make the folder {out}: {error.strerror}; choose another --out") from error
     shard = np.empty(shard_size, dtype=np.uint16)
-    index = filled = 0
+    filled = 0
 
     def write():
+        out.mkdir(parents=True, exist_ok=True)
         write_shard(out / f"edufineweb_{'train' if index else 'val'}_{index:06d}.npy", shard[:filled])
 
     for piece in pieces:
@@ -116,10 +130,11 @@ def write_shards(pieces, out, shard_size):
             if filled == shard_size:
                 write()
                 index, filled = index + 1, 0
+                whole(index, len(piece))
         yield size
     if index == 0 or (index == 1 and filled == 0):
-        for path in out.glob("edufineweb_val_*.npy"):
-            path.unlink()
+        for path in [*out.glob("edufineweb_val_*.npy"), out / UNFINISHED]:
+            path.unlink(missing_ok=True)
         raise UserError(
             f"only {index * shard_size + filled:,} tokens: the validation shard takes them all and leaves nothing to "
             f"train on; use --shard_size {max(1, (index * shard_size + filled) // 10)} for a tenth of them each"
@@ -128,13 +143,40 @@ def write_shards(pieces, out, shard_size):
         write()
 
 
-def limit(pieces, max_tokens):
-    """The pieces up to max_tokens tokens."""
-    for piece in pieces:
-        yield piece[:max_tokens]
-        max_tokens -= len(piece)
-        if max_tokens <= 0:
-            return
+def read_progress(out, source):
+    """Where an earlier call of the same command stopped, or the start.
+
+    Raises UserError for a folder that has other shards.
+    """
+    path = Path(out) / UNFINISHED
+    start = dict(source=source, index=0, tokens=0, state=None, skip=0)
+    try:
+        if path.exists():
+            progress = json.loads(path.read_text())
+            if progress["source"] != source and progress["index"] == 0:
+                return start
+            if progress["source"] != source:
+                was = ", ".join(f"--{name} {value}" for name, value in progress["source"].items() if value is not None)
+                raise UserError(f"{out} was begun with {was}: go on with these, choose another --out, or delete it")
+            return progress
+        if old := sorted(Path(out).glob("*.npy")):
+            raise UserError(f"{out} already holds {len(old)} shards: choose another --out, or delete them")
+        return start
+    except (ValueError, KeyError) as error:
+        raise UserError(f"{path} is damaged: delete {out} and start again") from error
+    except OSError as error:
+        raise UserError(f"cannot read the folder {out}: {error.strerror}; choose another --out") from error
+
+
+def write_progress(out, progress):
+    """While this file is there, the folder counts as unfinished. Raises UserError when it cannot be written."""
+    unfinished = Path(out) / (UNFINISHED + ".new")
+    try:
+        Path(out).mkdir(parents=True, exist_ok=True)
+        unfinished.write_text(json.dumps(progress))
+        unfinished.rename(Path(out) / UNFINISHED)
+    except OSError as error:
+        raise UserError(f"cannot write the folder {out}: {error.strerror}; choose another --out") from error
 
 
 def main():
@@ -143,26 +185,49 @@ def main():
     for name in ("shard_size", "max_tokens", "workers"):
         if (value := getattr(flags, name)) is not None and value < 1:
             raise UserError(f"--{name} {value}: it must be at least 1")
-    if old := sorted(Path(flags.out).glob("*.npy")):
-        raise UserError(
-            f"{flags.out} already holds {len(old)} shards, perhaps of a run that did not finish: "
-            "choose another --out, or delete them"
-        )
+    source = {name: getattr(flags, name) for name in ("input", "subset", "shard_size", "max_tokens")}
+    progress = read_progress(flags.out, source)
     if flags.max_tokens is not None and flags.max_tokens <= flags.shard_size:
         raise UserError(
             f"--max_tokens {flags.max_tokens}: the validation shard would take them all; use a --shard_size below, "
             f"such as {max(1, flags.max_tokens // 10)}"
         )
     get_tokenizer()
-    pieces = tokenize_in_parallel(read_documents(flags), workers)
-    expected = flags.max_tokens
-    if expected:
-        pieces = limit(pieces, flags.max_tokens)
-    elif flags.input is None:
-        expected = SUBSET_TOKENS.get(flags.subset)
-    with tqdm(total=expected, unit="tok", unit_scale=True, desc=flags.out, mininterval=0.5) as bar:
-        for size in write_shards(pieces, flags.out, flags.shard_size):
-            bar.update(size)
+    states = collections.deque()  # of the pieces that are being tokenized, in order
+    present = None  # that of the piece that is being written
+
+    def pieces():
+        nonlocal present
+        skip = progress["skip"]
+        room = (flags.max_tokens or float("inf")) - progress["tokens"]
+        for tokens in tokenize_in_parallel(read_documents(flags, progress["state"], states), workers):
+            if present is None:
+                write_progress(flags.out, progress)
+            tokens = tokens[skip : int(min(len(tokens), skip + room))]
+            present = dict(state=states.popleft(), end=skip + len(tokens))
+            yield tokens
+            skip, room = 0, room - len(tokens)
+            if room <= 0:
+                return
+
+    def whole(index, left):
+        tokens = index * flags.shard_size
+        write_progress(
+            flags.out,
+            dict(source=source, index=index, tokens=tokens, state=present["state"], skip=present["end"] - left),
+        )
+
+    expected = flags.max_tokens or (SUBSET_TOKENS.get(flags.subset) if flags.input is None else None)
+    bar = tqdm(total=expected, initial=progress["tokens"], unit="tok", unit_scale=True, desc=flags.out, mininterval=0.5)
+    with bar:
+        try:
+            for size in write_shards(pieces(), flags.out, flags.shard_size, progress["index"], whole):
+                bar.update(size)
+            (Path(flags.out) / UNFINISHED).unlink()
+        except OSError as error:
+            raise UserError(
+                f"cannot write {flags.out}: {error.strerror}; make room, and give the same command"
+            ) from error
     shards = len(list(Path(flags.out).glob("*.npy")))
     print(f"{bar.n:,} tokens in {flags.out}: 1 validation shard, {shards - 1} training shards")
     print(f"Next: python train_gpt2.py{'' if flags.out == 'edu_fineweb10B' else f' --data_dir {flags.out}'}")

@@ -111,6 +111,17 @@ def test_a_failing_read_stops_training(corpus, monkeypatch):
         loader.next_batch()
 
 
+def test_a_token_beyond_the_vocabulary_stops_training(tmp_path):
+    """Also where it stands too deep in a shard to be seen at the start."""
+    tokens = np.full(200_000, 7, dtype=np.uint16)
+    tokens[100_000] = 60_000
+    np.save(tmp_path / "x_train_000001.npy", tokens)
+    stream = TokenStream(open_shards(tmp_path, "train"))
+    assert (stream.read(0, 100_000) == 7).all()
+    with pytest.raises(UserError, match="x_train_000001.npy has token 60000"):
+        stream.read(99_000, 2_000)
+
+
 def test_every_window_of_many_shards_is_reached(tmp_path):
     write_corpus(tmp_path, sizes=(50, *[40 + i for i in range(19)]))
     shards = open_shards(tmp_path, "train")
@@ -128,10 +139,11 @@ def bad_shards(folder):
     yield "cannot read", lambda: path.mkdir()
     yield "not a shard", lambda: path.write_bytes(b"hello")
     yield "not a shard", lambda: path.write_bytes(b"")
+    yield "token 50257", lambda: np.save(path, good + np.uint16(50158))
     yield "not a shard", lambda: (np.save(path, good), path.write_bytes(path.read_bytes()[:150]))
 
 
-@pytest.mark.parametrize("case", range(8))
+@pytest.mark.parametrize("case", range(9))
 def test_bad_shards_are_named(tmp_path, case):
     words, make = list(bad_shards(tmp_path))[case]
     make()

@@ -2,8 +2,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from conftest import expect_error
+from conftest import ROOT, expect_error
 
+from cli import UserError
 from data import open_shards
 from fineweb import tokenize, tokenize_in_parallel, write_shards
 from tokenizer import END_OF_TEXT, get_tokenizer
@@ -86,7 +87,7 @@ def test_what_goes_wrong_is_said_in_one_line(command, tmp_path):
     expect_error(too_small, f"{total:,} tokens", f"--shard_size {total // 10}")
     exact = command("fineweb.py", "--input", "docs.parquet", "--shard_size", total)
     expect_error(exact, "--shard_size")
-    assert not list(tmp_path.rglob("*.npy"))  # so that the same command with the advice works
+    assert not list(tmp_path.rglob("*.npy")) and not list(tmp_path.rglob("unfinished.json"))
     expect_error(command("fineweb.py", "--input", "nothing*.parquet"), "nothing*.parquet", "no such files")
     expect_error(command("fineweb.py", "--input", "other.parquet"), "no column named text", "words")
     expect_error(command("fineweb.py", "--input", "broken.parquet"), "broken.parquet", "cannot read")
@@ -96,3 +97,31 @@ def test_what_goes_wrong_is_said_in_one_line(command, tmp_path):
     )
     expect_error(command("fineweb.py", "--input", "docs.parquet", "--out", "docs.parquet"), "docs.parquet", "--out")
     expect_error(command("fineweb.py"), "cannot read FineWeb-Edu", "--input")
+
+
+@pytest.mark.parametrize("after", [1, 4])
+def test_interrupted_it_goes_on_where_it_was(command, tmp_path, after):
+    """The shards of a call that is killed after some of them, and of the same call again, are those of one call."""
+    for i in range(3):
+        write_parquet(tmp_path / f"part{i}.parquet", TEXTS[i * 40 : (i + 1) * 40])
+    arguments = ("--input", "part*.parquet", "--shard_size", 333, "--workers", 2)
+    assert command("fineweb.py", *arguments, "--out", "whole").returncode == 0
+    # stops for good in the middle of writing a shard
+    script = tmp_path / "killed.py"
+    script.write_text(
+        f"import os, sys; sys.path.insert(0, {str(ROOT)!r})\n"
+        "import cli, fineweb\n"
+        "real = fineweb.write_shard\n"
+        f"fineweb.write_shard = lambda path, data: os._exit(9) if '{after:06d}' in path.name else real(path, data)\n"
+        "cli.run(fineweb.main)\n"
+    )
+    assert command(script, *arguments, "--out", "parts").returncode == 9
+    with pytest.raises(UserError, match="parts is not finished"):
+        open_shards(tmp_path / "parts", "val")
+    other = command("fineweb.py", *arguments, "--out", "parts", "--shard_size", 500)
+    expect_error(other, "was begun with", "--shard_size 333")
+    done = command("fineweb.py", *arguments, "--out", "parts")
+    assert done.returncode == 0, done.stderr
+    folders = [sorted((tmp_path / name).iterdir()) for name in ("whole", "parts")]
+    assert [path.name for path in folders[0]] == [path.name for path in folders[1]]
+    assert all(one.read_bytes() == other.read_bytes() for one, other in zip(*folders))
