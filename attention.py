@@ -38,6 +38,7 @@ def plan(B, T, H, D, dtype, device, backward):
     if backward:
         y, dy = (graph.tensor(name=name, dim=size, stride=plain, data_type=TYPES[dtype]) for name in ("y", "dy"))
         stats = graph.tensor(name="stats", dim=[B, H, T, 1], stride=[H * T, T, 1, 1], data_type=cudnn.data_type.FLOAT)
+        options["use_deterministic_algorithm"] = torch.are_deterministic_algorithms_enabled()
         gradients = graph.sdpa_backward(name="backward", q=q, k=k, v=v, o=y, dO=dy, stats=stats, **options)
         for gradient in gradients:
             gradient.set_output(True).set_dim(size).set_stride(packed)

@@ -1,33 +1,107 @@
-"""Checkpoints: a Hugging Face folder (config.json, model.safetensors, the tokenizer) with a training.json of ours."""
+"""Checkpoints: a Hugging Face folder (config.json, model.safetensors, the tokenizer), and in it what resuming needs as
+well: optimizer.safetensors (AdamW's moments, fp8's scales, random states) and training.json (everything else).
+
+A checkpoint appears whole or not at all: it is written under another name, flushed to disk, read back against what was
+written, and then renamed. Nothing in it can execute when it is loaded.
+"""
 
 import contextlib
+import hashlib
 import json
 import os
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import torch
 from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 
 from cli import UserError
 from model import GPT
 from tokenizer import VOCAB_SIZE, save_tokenizer
 
+MOMENTS = ("exp_avg", "exp_avg_sq")  # AdamW's
+WEIGHTS, STATE, TRAINING = "model.safetensors", "optimizer.safetensors", "training.json"
 
-def save(folder, model, training):
-    """Write the model and `training`, a JSON-able dictionary, to a new folder, which appears whole or not at all."""
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Saving
+
+
+def snapshot(model, optimizer, ranks):
+    """Copies in host memory of what a checkpoint holds in tensors: weights, and state. To be called on every rank."""
+    state = {f"random.{rank}": random for rank, random in enumerate(ranks.gather(random_state(ranks.device)))}
+    if scaled := scaled_modules(model):
+        scales = torch.cat([module.scales[:, 0] for module in scaled])
+        state |= {f"scales.{rank}": each for rank, each in enumerate(ranks.gather(scales))}
+    if not ranks.is_main:
+        return None
+    for name, parameter in model.named_parameters():
+        own = optimizer.state[parameter] or fresh_state(parameter)
+        state["adamw_steps"] = own["step"]  # the same for all
+        for moment in MOMENTS:
+            state[f"{moment}.{name}"] = without_padding(name, own[moment], model)
+    state = {name: tensor.detach().to("cpu", copy=True) for name, tensor in state.items()}
+    return model.to_hugging_face(), state
+
+
+def fresh_state(parameter):
+    """AdamW's before its first step, which fp16's scaler may have skipped."""
+    return dict(step=torch.zeros(()), **{moment: torch.zeros_like(parameter) for moment in MOMENTS})
+
+
+def random_state(device):
+    """The states of this process's random generators as bytes: (n,) uint8."""
+    states = [torch.get_rng_state()]
+    if device.type == "cuda":
+        states.append(torch.cuda.get_rng_state(device))
+    return torch.cat(states)
+
+
+def scaled_modules(model):
+    """The modules that fp8.convert made; each rank has scales of its own for them."""
+    return [module for module in model.modules() if hasattr(module, "scales")]
+
+
+def without_padding(name, tensor, model):
+    """A tensor of a parameter's shape without the rows that pad_vocab adds; in them there is nothing but zeros."""
+    return tensor[: model.config.vocab_size] if name.endswith("wte.weight") else tensor
+
+
+def write(folder, model, weights, state, training):
+    """Write a snapshot and `training`, a JSON-able dictionary, to a new folder, which appears whole or not at all."""
     folder = Path(folder)
     unfinished = folder.with_name(folder.name + ".unfinished")
     if unfinished.exists():
         shutil.rmtree(unfinished)
     unfinished.mkdir(parents=True)
-    model.save_pretrained(unfinished)
+    model.save_pretrained(unfinished, weights)
     save_tokenizer(unfinished)
-    (unfinished / "training.json").write_text(json.dumps(training, indent=2) + "\n")
+    save_file(state, unfinished / STATE)
+    (unfinished / STATE).chmod(0o644)  # safetensors leaves it readable to its owner alone
+    hashes = {name: digest(unfinished / name) for name in (WEIGHTS, STATE)}
+    (unfinished / TRAINING).write_text(json.dumps(training | dict(sha256=hashes), indent=2) + "\n")
     for path in [*unfinished.iterdir(), unfinished]:
         flush_to_disk(path)
+    for name, written in ((WEIGHTS, weights), (STATE, state)):
+        on_disk = load_file(unfinished / name)
+        if on_disk.keys() != written.keys() or not all(torch.equal(on_disk[key], written[key]) for key in written):
+            raise OSError(f"{unfinished / name} does not read back as it was written")
+    if folder.exists():
+        folder.rename(unused_name(folder.with_name(folder.name + ".abandoned")))
     unfinished.rename(folder)
     flush_to_disk(folder.parent)
     return folder
+
+
+def digest(path):
+    """A file's SHA-256."""
+    result = hashlib.sha256()
+    with open(path, "rb") as file:
+        while block := file.read(2**24):
+            result.update(block)
+    return result.hexdigest()
 
 
 def flush_to_disk(path):
@@ -35,6 +109,136 @@ def flush_to_disk(path):
     descriptor = os.open(path, os.O_RDONLY)
     os.fsync(descriptor)
     os.close(descriptor)
+
+
+class Writer:
+    """Writes checkpoints of a run in a thread, one at a time, and keeps the newest and the best of them."""
+
+    def __init__(self, folder, keep, step=0):
+        """step: where the run goes on from; what is newer belongs to a past that it left, and is set aside."""
+        self.folder = Path(folder)
+        self.keep = keep
+        for torn in self.folder.glob("checkpoint_*.unfinished"):  # by the end of the run before
+            shutil.rmtree(torn, ignore_errors=True)
+        for path in checkpoints(self.folder):
+            if number(path) > step:
+                path.rename(unused_name(path.with_name(path.name + ".abandoned")))
+        self._thread = ThreadPoolExecutor(1)
+        self._writing = None
+
+    def start(self, model, tensors, training):
+        """Begin to write; returns the folder that will appear. Waits for the checkpoint before, if it is not done."""
+        self.wait()
+        folder = self.folder / f"checkpoint_{training['step']:06d}"
+        self._writing = self._thread.submit(self._write, folder, model, tensors, training)
+        return folder
+
+    def wait(self):
+        """Until what was begun is on disk; where that failed the reason is printed, and training goes on."""
+        writing, self._writing = self._writing, None
+        try:
+            if writing:
+                writing.result()
+        except (OSError, SafetensorError) as error:
+            found = checkpoints(self.folder)
+            print(f"the checkpoint was not written ({error}); {found[0] if found else 'none'} is the last")
+
+    def _write(self, folder, model, tensors, training):
+        try:
+            write(folder, model, *tensors, training)
+        except (OSError, SafetensorError):
+            shutil.rmtree(folder.with_name(folder.name + ".unfinished"), ignore_errors=True)
+            raise
+        self._prune()
+
+    def _prune(self):
+        """Remove all but the newest `keep` and the one with the lowest validation loss."""
+        found = checkpoints(self.folder)
+        losses = {}
+        for path in found:
+            with contextlib.suppress(UserError):  # a damaged one has no loss, and goes like the others
+                losses[path] = read_training(path).get("val_loss")
+        scored = [path for path in found if losses.get(path) is not None]
+        kept = found[: self.keep] + ([min(scored, key=losses.get)] if scored else [])
+        for path in found:
+            if path not in kept:
+                doomed = path.with_name(path.name + ".unfinished")  # half a folder is never taken for a checkpoint
+                path.rename(doomed)
+                shutil.rmtree(doomed)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Resuming
+
+
+def checkpoints(folder):
+    """A run's checkpoints, the newest first."""
+    return sorted((path for path in Path(folder).glob("checkpoint_*") if path.name[11:].isdigit()), key=number)[::-1]
+
+
+def number(path):
+    """The step of a checkpoint, by its name."""
+    return int(path.name[11:])
+
+
+def unused_name(path):
+    """path, or if that is taken path.1, path.2, …"""
+    names = [path, *(path.with_name(f"{path.name}.{i}") for i in range(1, 1000))]
+    return next(name for name in names if not name.exists())
+
+
+def newest(folder, ranks):
+    """The newest checkpoint of a run that is whole, or None; those that are not are named."""
+
+    def look():
+        for path in checkpoints(folder):
+            try:
+                return int(read_verified(path)["step"])
+            except UserError as error:
+                print(f"{error}: looking for the one before")
+        return -1
+
+    step = ranks.share(ranks.on_main(look))
+    return None if step < 0 else Path(folder) / f"checkpoint_{step:06d}"
+
+
+def read_training(folder):
+    """training.json of a checkpoint. Raises UserError when there is none."""
+    path = Path(folder) / TRAINING
+    try:
+        training = json.loads(path.read_text())
+    except OSError as error:
+        raise UserError(f"{folder} is not a checkpoint to resume from: {path.name}: {error.strerror}") from error
+    except ValueError as error:
+        raise UserError(f"{folder} is damaged: {path.name} is not JSON ({error})") from error
+    if not isinstance(training, dict) or not {"step", "tokens", "loader", "sha256"} <= training.keys():
+        raise UserError(f"{folder} has no optimizer state to resume from: train from its weights with --init_from")
+    return training
+
+
+def read_verified(folder):
+    """training.json, after a look at every byte of the tensors. Raises UserError when they are not those written."""
+    training = read_training(folder)
+    for name, expected in training["sha256"].items():
+        path = Path(folder) / name
+        try:
+            found = digest(path)
+        except OSError as error:
+            raise UserError(f"{folder} is damaged: {name}: {error.strerror}") from error
+        if found != expected:
+            raise UserError(f"{folder} is damaged: {name} is not what was written")
+    return training
+
+
+def set_random_state(states, device):
+    size = len(torch.get_rng_state())
+    torch.set_rng_state(states[:size])
+    if device.type == "cuda" and len(states) > size:
+        torch.cuda.set_rng_state(states[size:], device)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The model alone
 
 
 def load_model(name, **options):
@@ -49,8 +253,8 @@ def load_model(name, **options):
 
 def load_config(name):
     """The GPTConfig of what load_model would load. Raises UserError when there is none, or another vocabulary."""
-    if checkpoints := sorted(Path(name).glob("checkpoint_*")):
-        raise UserError(f"{name} is a run's folder: give one of its checkpoints, such as {checkpoints[-1]}")
+    if found := checkpoints(name):
+        raise UserError(f"{name} is a run's folder: give one of its checkpoints, such as {found[0]}")
     with explained(name):
         config = GPT.pretrained_config(name)
     if config.vocab_size != VOCAB_SIZE:

@@ -12,6 +12,9 @@ class UserError(Exception):
     """Something a person can put right. Its text says what is wrong and what to do."""
 
 
+out_of_memory_hint = "use a smaller --micro_batch_size"
+
+
 def parse(config_type, default=None):
     """Read the command line into the dataclass `config_type`; fields become flags, `--no_NAME` turns one off.
 
@@ -37,7 +40,11 @@ def run(main):
     sys.stdout.reconfigure(line_buffering=True)  # a line is seen when it is printed, also through a pipe
     try:
         main()
-    except UserError as error:
+    except Exception as error:
+        if type(error).__name__ == "OutOfMemoryError":  # PyTorch's, which is not imported for its sake
+            error = UserError(f"out of memory: {out_of_memory_hint} ({str(error).split('.')[0]})")
+        if not isinstance(error, UserError):
+            raise
         rank = int(os.environ.get("RANK", 0))
         if rank > 0:
             # Rank 0 met the same error as a rule, and torchrun ends this rank before it can repeat it.

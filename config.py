@@ -62,6 +62,8 @@ class Config:
     """auto takes a GPU where there is one."""
     seed: int = 1337
     """Fixes the initial weights, the order of the data, and the samples."""
+    deterministic: bool = False
+    """The same bits each time on the same kind of device, for a price; without it a GPU adds in varying order."""
 
     micro_batch_size: int | None = None
     """Sequences a device takes at once; by default what fits it. Changes speed and memory, not the result."""
@@ -125,6 +127,13 @@ class Config:
     """Steps between samples; 0 is off."""
     checkpoint_every: int = 1000
     """Steps between checkpoints; 0 is off."""
+    keep_checkpoints: int = 3
+    """The newest checkpoints that stay, beside the one with the lowest validation loss."""
+    resume: str = "auto"
+    """auto goes on from the newest checkpoint of the run that --run_name names, if it has one; never does not; a path
+    is that of a checkpoint, or of a run, which goes on from its newest."""
+    max_bad_steps: int = 10
+    """Stop after this many steps in a row whose loss or gradient is not finite; each of them is skipped."""
     wandb: Literal["auto", "online", "offline", "disabled"] = "auto"
     """auto is online where wandb is logged in, and offline otherwise."""
     wandb_project: str = "gpt2"
@@ -199,10 +208,10 @@ def flags(config):
     return result
 
 
-def resolve(config, ranks, pretrained=None):
+def resolve(config, ranks, pretrained=None, resumed=None):
     """Fill in what follows from the other flags and the device, and check that it all fits together.
 
-    pretrained is the GPTConfig of the model that --init_from loaded, if it did.
+    pretrained is the GPTConfig of the model that --init_from names, or the checkpoint `resumed`, if there is one.
     Returns the complete Config and a list of lines that say what was chosen or changed, and why.
     Raises UserError, with what to do, for flags that contradict each other.
     """
@@ -228,6 +237,12 @@ def resolve(config, ranks, pretrained=None):
         if new.n_embd % new.n_head:
             heads = min((h for h in range(1, new.n_embd + 1) if new.n_embd % h == 0), key=lambda h: abs(h - new.n_head))
             raise UserError(f"--n_embd {new.n_embd} cannot be divided into {new.n_head} heads: try --n_head {heads}")
+        for name in ("n_layer", "n_head", "n_embd", "seq_len") if resumed else ():
+            if getattr(new, name) != getattr(pretrained, name):
+                raise UserError(
+                    f"--{name} {getattr(new, name)}, but {resumed} has {getattr(pretrained, name)}: leave the model's "
+                    "flags as they were, or start a new run under another --run_name"
+                )
     else:
         if new.n_layer or new.n_head or new.n_embd or new.model != "gpt2":
             raise UserError(
@@ -277,7 +292,7 @@ def resolve(config, ranks, pretrained=None):
 def check_bounds(config):
     """Raises UserError for a number that no run can have."""
     lowest = dict.fromkeys(("n_layer", "n_head", "n_embd", "seq_len", "micro_batch_size", "total_batch_size"), 1)
-    lowest |= dict.fromkeys(("max_steps", "val_steps", "ladder_steps"), 1)
+    lowest |= dict.fromkeys(("max_steps", "val_steps", "ladder_steps", "keep_checkpoints", "max_bad_steps"), 1)
     lowest |= dict.fromkeys((*EVALUATIONS, "seed", "profile"), 0)
     lowest |= dict.fromkeys(
         ("lr", "min_lr_ratio", "warmup_steps", "weight_decay", "grad_clip", "batch_warmup_steps"), 0

@@ -1,18 +1,28 @@
 """What a run tells: the step line, log.txt, metrics.jsonl, wandb; tokens/sec and MFU."""
 
+import collections
+import errno
+import fcntl
 import json
 import math
 import os
 import platform
 import re
 import resource
+import statistics
 import subprocess
 import sys
 from pathlib import Path
 
 import torch
 
+from checkpoint import checkpoints
 from cli import UserError
+from resume import launch
+
+LOCK = "lock"
+SPIKE = 5  # a loss this many standard deviations above the mean of the last SPIKE_WINDOW is marked
+SPIKE_WINDOW = 100
 
 # Dense bf16 peak in TFLOP/s (fp16 for V100 and T4, which have no bf16), from NVIDIA's data sheets.
 PEAK_TFLOPS = {
@@ -88,6 +98,23 @@ def environment(device):
     )
 
 
+def step_and_stream(line):
+    """Of a line of metrics.jsonl."""
+    values = json.loads(line)
+    return values["step"], "train" if "train_loss" in values else "evaluation"
+
+
+def lock(path):
+    """The file, locked while this process lives: a second run would write over the first. Raises BlockingIOError."""
+    file = open(path, "w")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno not in (errno.ENOLCK, errno.EOPNOTSUPP):  # a file system without locks
+            raise
+    return file
+
+
 class RunLog:
     """Writes one run's folder and its wandb page. Only rank 0 makes one.
 
@@ -95,8 +122,11 @@ class RunLog:
     everything else. A step's number counts the updates before it, as in the peers' logs.
     """
 
-    def __init__(self, config, device, world_size, flops_per_token):
-        """Raises UserError when the run's folder already holds a run or cannot be written."""
+    def __init__(self, config, device, world_size, flops_per_token, resumed=None, training=None):
+        """training: what `resumed` says, the checkpoint that this run goes on from.
+
+        Raises UserError when the run's folder holds a run that is finished or under way, or cannot be written.
+        """
         self.config = config
         self.device = device
         self.flops_per_token = flops_per_token
@@ -105,19 +135,66 @@ class RunLog:
         self.folder = Path(config.log_dir) / config.run_name
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            if any(self.folder.iterdir()):
-                raise UserError(f"{self.folder} already holds a run: choose another --run_name, or delete it")
+            self._lock = lock(self.folder / LOCK)
+            before = self._run_before(resumed)
             # line-buffered: what was logged is in the file, whatever happens next
-            self.log_txt = open(self.folder / "log.txt", "w", buffering=1)
-            self.metrics_jsonl = open(self.folder / "metrics.jsonl", "w", buffering=1)
+            self.log_txt = self._go_on("log.txt", training, before, lambda line: line.split()[:2])
+            self.metrics_jsonl = self._go_on("metrics.jsonl", training, before, step_and_stream)
             self.facts = dict(vars(config), world_size=world_size, **environment(device))
-            (self.folder / "config.json").write_text(json.dumps(self.facts, indent=2) + "\n")
+            self.facts |= dict(launch=launch(), finished=False)
+            self.facts["wandb_id"] = training["run"]["wandb_id"] if training and before else None
+            self._write_facts()
+        except BlockingIOError as error:
+            raise UserError(f"{self.folder} is being written by another process: choose another --run_name") from error
         except OSError as error:
             raise UserError(
                 f"cannot write the run's folder {self.folder}: {error.strerror}; choose another --log_dir"
             ) from error
+        self._losses = collections.deque(maxlen=SPIKE_WINDOW)
         self.wandb = None
         self._start_wandb()
+
+    # ---- the run that this folder has already
+
+    def _run_before(self, resumed):
+        """What config.json says of a run in this folder, or None. Raises UserError when it is not to be touched."""
+        if all(path.name == LOCK for path in self.folder.iterdir()):
+            return None
+        taken = UserError(f"{self.folder} already holds a run: choose another --run_name, or delete it")
+        if resumed and resumed.absolute().parent != self.folder.absolute():
+            raise taken
+        try:
+            before = json.loads((self.folder / "config.json").read_text())
+            finished = before["finished"]
+        except (OSError, ValueError, KeyError):
+            raise UserError(f"{self.folder} holds something else: choose another --run_name, or delete it") from None
+        if not resumed and (finished or checkpoints(self.folder)):
+            raise taken
+        return before
+
+    def _go_on(self, name, training, before, parse):
+        """Open a log to append to, without the lines of steps that come again. parse(line): its step and its stream."""
+        path = self.folder / name
+        kept = []
+        if before and not training and path.exists():
+            path.rename(path.with_name(name + ".old"))  # of a run that ended before its first checkpoint
+        for line in path.read_text().splitlines(keepends=True) if training and before and path.exists() else ():
+            try:
+                step, stream = parse(line)
+                step = int(step)
+            except (ValueError, KeyError):
+                continue  # torn by the end of the run before
+            if step < training["step"] or (step == training["step"] and stream != "train" and training["evaluated"]):
+                kept.append(line)
+        unfinished = path.with_name(name + ".unfinished")
+        unfinished.write_text("".join(kept))
+        unfinished.rename(path)
+        return open(path, "a", buffering=1)
+
+    def _write_facts(self):
+        unfinished = self.folder / "config.json.unfinished"
+        unfinished.write_text(json.dumps(self.facts, indent=2) + "\n")
+        unfinished.rename(self.folder / "config.json")
 
     # ---- wandb: never asks, never stops training
 
@@ -141,12 +218,19 @@ class RunLog:
                     project=self.config.wandb_project,
                     name=self.config.run_name,
                     group=self.config.wandb_group,
+                    id=self.facts["wandb_id"],
+                    resume="allow" if self.facts["wandb_id"] else None,
                     mode=mode,
                     dir=self.folder,
                     config=self.facts,
                     settings=wandb.Settings(silent=True, init_timeout=60),
                 )
+                # not wandb's own step, which cannot go back to a checkpoint's
+                self.wandb.define_metric("step", hidden=True)
+                self.wandb.define_metric("*", step_metric="step")
                 self.wandb.define_metric("by_tokens/*", step_metric="tokens")
+                self.facts["wandb_id"] = self.wandb.id
+                self._write_facts()
                 return
             except Exception as error:
                 self._lose_wandb(error, mode)
@@ -161,7 +245,7 @@ class RunLog:
         if self.wandb is None:
             return
         try:
-            self.wandb.log(values, step=step)
+            self.wandb.log(values | dict(step=step))
         except Exception as error:
             self._lose_wandb(error)
 
@@ -175,31 +259,49 @@ class RunLog:
 
     # ---- what training reports
 
-    def train_step(self, step, tokens, loss, lr, grad_norm, seconds, step_tokens, seconds_left, loss_scale=None):
-        """Print and log one step: tokens so far, loss in nats, seconds and tokens of this step, seconds to the end."""
+    def train_step(
+        self, step, tokens, loss, lr, grad_norm, seconds, step_tokens, seconds_left, loss_scale=None, bad_steps=0
+    ):
+        """Print and log one step: tokens so far, loss in nats, seconds and tokens of this step, seconds to the end.
+
+        bad_steps counts those in a row, with this one, whose loss or gradient was not finite, and which were skipped.
+        """
+        deviations = self._spike(loss)
         rate = step_tokens / seconds
         mfu = rate * self.flops_per_token / self.peak_flops if self.peak_flops else None
         print(
             f"step {step:5d}/{self.config.max_steps} | loss {loss:.6f} | lr {lr:.4e} | norm {grad_norm:.4f} | "
             f"{seconds * 1000:.2f} ms | {rate:,.0f} tok/s | "
             + (f"MFU {mfu:.1%} | " if mfu else "")
-            + (f"{duration(seconds_left)} left" if seconds_left is not None else "time left unknown"),
+            + (f"{duration(seconds_left)} left" if seconds_left is not None else "time left unknown")
+            + (f" | not finite, skipped ({bad_steps} in a row)" if bad_steps else "")
+            + (f" | spike, {deviations:.0f} standard deviations" if deviations else ""),
         )
-        self.log_txt.write(f"{step} train {loss:.6f}\n")
         values = dict(train_loss=loss, lr=lr, grad_norm=grad_norm, step_ms=seconds * 1000, tokens_per_sec=rate, mfu=mfu)
         values["peak_gb"] = peak_memory(self.device)
+        if bad_steps:
+            values["bad_steps"] = bad_steps
+        if deviations:
+            values["spike"] = deviations
         if loss_scale is not None:
             values["loss_scale"] = loss_scale
-        self._record(step, tokens, values)
+        self._record(step, tokens, values, f"{step} train {loss:.6f}\n")
         page = {f"train/{name.removeprefix('train_')}": value for name, value in values.items() if value is not None}
         by_tokens = {"by_tokens/train_loss": loss, "by_tokens/tokens_per_sec": rate}
         self._to_wandb(step, page | by_tokens | dict(tokens=tokens))
 
+    def _spike(self, loss):
+        """By how many standard deviations the loss stands above the last SPIKE_WINDOW, if that is SPIKE or more."""
+        losses = self._losses
+        mean, deviation = (statistics.fmean(losses), statistics.pstdev(losses)) if len(losses) >= 20 else (loss, 0)
+        if math.isfinite(loss):
+            losses.append(loss)
+        return (loss - mean) / deviation if deviation and loss > mean + SPIKE * deviation else None
+
     def evaluation(self, step, tokens, stream, value, text, seconds, **values):
         """Print text, and log an evaluation: `value` in log.txt under "val" or "hella", `values` by name elsewhere."""
         print(f"step {step:5d}/{self.config.max_steps} | {text} | {seconds:.1f} s")
-        self.log_txt.write(f"{step} {stream} {value:.4f}\n")
-        self._record(step, tokens, values)
+        self._record(step, tokens, values, f"{step} {stream} {value:.4f}\n")
         page = {f"eval/{name}": v for name, v in values.items()} | {
             f"by_tokens/{name}": v for name, v in values.items()
         }
@@ -215,11 +317,24 @@ class RunLog:
                 self._samples.add_data(step, text)
             self._to_wandb(step, dict(samples=self._samples))
 
-    def _record(self, step, tokens, values):
+    def _record(self, step, tokens, values, line=""):
+        """values to metrics.jsonl, line to log.txt. Raises UserError when the disk does not take them."""
         values = {name: None if isinstance(v, float) and not math.isfinite(v) else v for name, v in values.items()}
-        self.metrics_jsonl.write(json.dumps(dict(step=step, tokens=tokens, **values)) + "\n")
+        try:
+            self.log_txt.write(line)
+            self.metrics_jsonl.write(json.dumps(dict(step=step, tokens=tokens, **values)) + "\n")
+        except OSError as error:
+            raise UserError(
+                f"cannot write the log in {self.folder} ({error.strerror}): stopped at step {step}; make room, then "
+                "start the same command with this --run_name"
+            ) from error
 
-    def close(self):
+    def close(self, finished=True):
+        self.facts["finished"] = finished
+        try:
+            self._write_facts()
+        except OSError as error:
+            print(f"cannot write {self.folder}/config.json: {error.strerror}")
         self.log_txt.close()
         self.metrics_jsonl.close()
         if self.wandb is not None:
@@ -227,3 +342,4 @@ class RunLog:
                 self.wandb.finish()
             except Exception as error:
                 self._lose_wandb(error)
+        self._lock.close()

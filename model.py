@@ -276,8 +276,11 @@ class GPT(nn.Module):
             **options,
         )
 
-    def save_pretrained(self, folder):
-        """Write config.json and model.safetensors as `transformers` reads them. The folder must exist."""
+    def save_pretrained(self, folder, weights=None):
+        """Write config.json and model.safetensors as `transformers` reads them. The folder must exist.
+
+        weights: what to_hugging_face returned earlier; by default what it returns now.
+        """
         from safetensors.torch import save_file
 
         c = self.config
@@ -299,12 +302,12 @@ class GPT(nn.Module):
             tie_word_embeddings=True,
         )
         (Path(folder) / "config.json").write_text(json.dumps(description, indent=2) + "\n")
-        weights = Path(folder) / "model.safetensors"
-        save_file(self.to_hugging_face(), weights, metadata={"format": "pt"})
-        weights.chmod(0o644)  # safetensors leaves it readable to its owner alone
+        path = Path(folder) / "model.safetensors"
+        save_file(weights or self.to_hugging_face(), path, metadata={"format": "pt"})
+        path.chmod(0o644)  # safetensors leaves it readable to its owner alone
 
     def to_hugging_face(self):
-        """The weights by Hugging Face's names, in its layout, on the CPU: no padding, the tied head not repeated."""
+        """Copies of the weights in host memory, by Hugging Face's names: no padding, the tied head not repeated."""
         weights = {}
         for name, parameter in self.named_parameters():
             weight = parameter.detach()
@@ -312,7 +315,8 @@ class GPT(nn.Module):
                 weight = weight[: self.config.vocab_size]
             if name.endswith(TRANSPOSED):
                 weight = weight.t()
-            weights[name] = weight.contiguous().cpu()
+            copy = torch.empty_like(weight, device="cpu", memory_format=torch.contiguous_format)
+            weights[name] = copy.copy_(weight.contiguous())
         return weights
 
     @torch.no_grad()

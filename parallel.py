@@ -40,6 +40,22 @@ class Ranks:
         dist.all_reduce(result, operation)
         return result.tolist()
 
+    def gather(self, tensor):
+        """Each rank's tensor, of one size and type on all, as a list in the order of ranks; on the CPU."""
+        if not dist.is_initialized():
+            return [tensor]
+        tensors = [torch.empty_like(tensor, device=self.device) for _ in range(self.world_size)]
+        dist.all_gather(tensors, tensor.to(self.device))
+        return [tensor.cpu() for tensor in tensors]
+
+    def share(self, value):
+        """Rank 0's value, which is JSON's, on every rank."""
+        if not dist.is_initialized():
+            return value
+        values = [value]
+        dist.broadcast_object_list(values, src=0, device=self.device)
+        return values[0]
+
     def on_main(self, work):
         """What work() returns on rank 0, None on the others, which wait for it. Its UserError ends every rank."""
         result = error = None
@@ -87,8 +103,12 @@ def start(device_type):
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
     if world_size > 1:
+        # torchrun's restarts share a store, and would find the addresses of the processes before them
+        store, _, _ = next(dist.rendezvous("env://"))
+        store = dist.PrefixStore(f"start {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
+        backend = "nccl" if device_type == "cuda" else "gloo"
         dist.init_process_group(
-            "nccl" if device_type == "cuda" else "gloo", device_id=device if device_type == "cuda" else None
+            backend, store=store, rank=rank, world_size=world_size, device_id=device if backend == "nccl" else None
         )
     return Ranks(rank, world_size, device)
 

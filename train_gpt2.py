@@ -9,20 +9,25 @@ Every optimization is a flag: see --help. The plan is printed before the first s
 """
 
 import contextlib
+import math
+import os
 import sys
 import time
 
 import torch
 
 import checkpoint
+import cli
 import demo
 import ladder
 import parallel
 import profiler
+import resume
 from cli import UserError, parse, run
 from config import MODEL_SWITCHES, Config, defaults, resolve
 from data import Loader, TokenStream, open_shards
 from hellaswag import HellaSwag, load_items
+from interrupt import Interrupt
 from metrics import RunLog, flops_per_token, peak_memory
 from model import GPT, GPTConfig
 from optim import accumulation_steps, learning_rate, make_optimizer
@@ -39,13 +44,25 @@ def main():
     if config.ladder:
         return ladder.climb(config)
     ranks = parallel.start(config.device)
-    pretrained = None if config.init_from == "scratch" else checkpoint.load_config(config.init_from)
-    config, reasons = resolve(config, ranks, pretrained)
+    resumed = resume.find(config, ranks)
+    start_from = resumed or config.init_from
+    pretrained = None if start_from == "scratch" else checkpoint.load_config(start_from)
+    config, reasons = resolve(config, ranks, pretrained, resumed)
+    training = None
+    if resumed:
+        training = checkpoint.read_training(resumed)
+        reasons += [f"resumed from {resumed}", *resume.differences(config, training)]
     device = ranks.device
     B, T = config.micro_batch_size, config.seq_len
 
     # tf32: float32 products on tensor cores, with 10 bits of mantissa for 23 (autocast leaves none in float32)
     torch.set_float32_matmul_precision("high" if config.tf32 else "highest")
+
+    # deterministic: sums whose order a GPU leaves open, as those of its attention's gradients, are made in a fixed one
+    if config.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # as PyTorch asks for
+        torch.use_deterministic_algorithms(True)
+        torch.utils.deterministic.fill_uninitialized_memory = False  # there is none that is read
 
     # autocast: products and attention in 16 bits, twice tf32's rate and half its bytes; weights stay float32
     if config.autocast == "off":
@@ -62,6 +79,11 @@ def main():
         ranks.on_main(lambda: demo.make_data(config.data_dir))
     train_stream = TokenStream(open_shards(config.data_dir, "train"), config.seed, config.shuffle)
     val_stream = TokenStream(open_shards(config.data_dir, "val"))
+    if train_stream.total < config.total_batch_size:
+        raise UserError(
+            f"{config.data_dir} has {train_stream.total:,} training tokens, a step takes {config.total_batch_size:,}: "
+            "use more data, or a smaller --total_batch_size"
+        )
     if val_stream.total <= T:
         raise UserError(
             f"{val_stream.total} validation tokens in {config.data_dir}: at least seq_len + 1 = {T + 1} are needed"
@@ -75,7 +97,7 @@ def main():
     torch.manual_seed(config.seed)
     switches = {name: getattr(config, name) for name in MODEL_SWITCHES}
     if pretrained:
-        model = checkpoint.load_model(config.init_from, **switches)
+        model = checkpoint.load_model(start_from, **switches)
     else:
         sizes = dict(n_layer=config.n_layer, n_head=config.n_head, n_embd=config.n_embd)
         model = GPT(GPTConfig(seq_len=T, **sizes, **switches))
@@ -91,6 +113,8 @@ def main():
     # ddp: every rank has all weights and a share of the batch; backward ends by averaging the gradients over the ranks
     train_forward = parallel.wrap_ddp(forward, ranks)
     optimizer = make_optimizer(model, config)
+    if resumed:
+        resume.restore(resumed, training, model, optimizer, scaler, loader, ranks)
 
     def losses_of(x, y):
         """Each target's loss, (B, T), for the evaluations."""
@@ -101,21 +125,33 @@ def main():
     # The plan
 
     # rank 0 alone keeps the log
-    log = ranks.on_main(lambda: RunLog(config, device, ranks.world_size, flops_per_token(model, T)))
+    log = ranks.on_main(lambda: RunLog(config, device, ranks.world_size, flops_per_token(model, T), resumed, training))
     if log:
         print_plan(config, reasons, model, ranks, train_stream, val_stream, hellaswag, log)
+    cli.out_of_memory_hint = f"use --micro_batch_size {B // 2}" if B > 1 else "use a smaller --seq_len or --model"
     tracer = profiler.start(config, model.config, log) if log and config.profile else None
 
     # ------------------------------------------------------------------------------------------------------------------
     # The loop
 
-    tokens = 0  # trained on so far
+    step = training["step"] if resumed else 0  # updates so far
+    tokens = training["tokens"] if resumed else 0  # trained on so far
+    saved = step  # the last step that a checkpoint has; there is nothing to save before the first
+    pending = False  # a checkpoint is due, and waits for a step that is not bad
+    writer = checkpoint.Writer(log.folder, config.keep_checkpoints, step) if log else None
+    evaluated = resumed and training["evaluated"]  # this step has been, before the run was resumed
     val_losses = []
+    bad_steps = 0  # in a row
     clock = None  # when the first step, which compiles, was over
-    for step in range(config.max_steps + 1):
-        last = step == config.max_steps
+    loader_state = loader.state()
+    interrupt = Interrupt()  # SIGTERM and Ctrl-C: finish the micro-batch (with several ranks the step), save, stop
+    stopping = False
+    val_loss = None  # at this step
 
-        if due(step, config.max_steps, config.val_every):
+    while True:
+        last = step >= config.max_steps
+
+        if not (evaluated or stopping) and due(step, config.max_steps, config.val_every):
             start = time.perf_counter()
             val_loss = validation_loss(losses_of, val_stream, config, ranks)
             val_losses.append(val_loss)
@@ -123,7 +159,7 @@ def main():
                 text = f"validation loss {val_loss:.4f}"
                 log.evaluation(step, tokens, "val", val_loss, text, time.perf_counter() - start, val_loss=val_loss)
 
-        if hellaswag and due(step, config.max_steps, config.hellaswag_every):
+        if hellaswag and not (evaluated or stopping) and due(step, config.max_steps, config.hellaswag_every):
             start = time.perf_counter()
             acc, acc_norm = hellaswag.evaluate(losses_of, ranks)
             if log:
@@ -131,20 +167,25 @@ def main():
                 scores = dict(hellaswag_acc=acc, hellaswag_acc_norm=acc_norm)
                 log.evaluation(step, tokens, "hella", acc_norm, text, time.perf_counter() - start, **scores)
 
-        if log and step > 0 and due(step, config.max_steps, config.sample_every):
+        if log and step > 0 and not (evaluated or stopping) and due(step, config.max_steps, config.sample_every):
             with autocast:
                 texts = sample(model, PROMPT, count=4, max_new_tokens=24, seed=config.seed)
             log.samples(step, tokens, texts)
 
-        if log and step > 0 and due(step, config.max_steps, config.checkpoint_every):
-            where = checkpoint.save(
-                log.folder / f"checkpoint_{step:06d}",
-                model,
-                dict(step=step, tokens=tokens, loader=loader.state(), run=log.facts),
-            )
-            print(f"step {step:5d}/{config.max_steps} | checkpoint {where}")
+        evaluated = evaluated or not stopping
 
-        if last:
+        # not while steps are bad, if there will be others: what made them so may be in the weights
+        ending = last or (stopping and config.checkpoint_every > 0)
+        pending = step > saved and (pending or ending or due(step, config.max_steps, config.checkpoint_every))
+        if config.checkpoint_every and pending and (ending or not bad_steps):
+            tensors = checkpoint.snapshot(model, optimizer, ranks)
+            saved, pending = step, False
+            if log:
+                facts = dict(step=step, tokens=tokens, evaluated=evaluated, val_loss=val_loss, run=log.facts)
+                facts |= dict(loader=loader_state, scaler=scaler.state_dict())
+                print(f"step {step:5d}/{config.max_steps} | checkpoint {writer.start(model, tensors, facts)}")
+
+        if last or stopping:
             break
 
         start = time.perf_counter()
@@ -162,17 +203,24 @@ def main():
                     loss = train_forward(x, y) / micro_steps  # equal parts: the mean of their means is the mean of all
                 scaler.scale(loss).backward()
             loss_sum += loss.detach()
+            if interrupt.name and ranks.world_size == 1:
+                break
+        if micro_step < micro_steps - 1:  # nothing of this step is kept
+            stopping = True
+            continue
         scaler.unscale_(optimizer)
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip or float("inf"))
-        scaler.step(optimizer)
-        scaler.update()
+        step_if_finite(optimizer, scaler, norm)
         optimizer.zero_grad(set_to_none=True)
         if config.fp8:
             fp8.follow(model, micro_steps)
         # reading the loss waits for the device, so the clock below sees the whole step
-        loss = ranks.sum(loss_sum)[0] / ranks.world_size
+        loss, interrupted = ranks.sum(loss_sum / ranks.world_size, bool(interrupt.name))
         end = time.perf_counter()
 
+        norm = norm.item()
+        bad = not math.isfinite(loss if scaler.is_enabled() else loss + norm)  # fp16 finds its scale by overflowing
+        bad_steps = bad_steps + 1 if bad else 0
         step_tokens = micro_steps * B * T * ranks.world_size
         tokens += step_tokens
         clock = clock or (end, step)
@@ -180,14 +228,34 @@ def main():
             steps_timed = step - clock[1]
             seconds_left = (end - clock[0]) / steps_timed * (config.max_steps - step - 1) if steps_timed else None
             scale = scaler.get_scale() if scaler.is_enabled() else None
-            log.train_step(step, tokens, loss, lr, norm.item(), end - start, step_tokens, seconds_left, scale)
+            log.train_step(step, tokens, loss, lr, norm, end - start, step_tokens, seconds_left, scale, bad_steps)
         if tracer:
             tracer.step()
+        step += 1
+        if bad_steps >= config.max_bad_steps:
+            break
+        stopping = interrupted > 0
+        evaluated, val_loss = False, None
+        loader_state = loader.state()
 
     # ------------------------------------------------------------------------------------------------------------------
     # Goodbye
 
     if log:
+        writer.wait()
+        kept = next(iter(checkpoint.checkpoints(log.folder)), None)
+        if bad_steps >= config.max_bad_steps:
+            log.close(finished=False)
+            raise UserError(
+                f"the loss or the gradient was not finite in {bad_steps} steps in a row; "
+                + (f"the last good checkpoint is {kept}" if kept else "there is no checkpoint")
+                + "; try a lower --lr"
+            )
+        if stopping:
+            print(
+                f"{interrupt.name or 'stopped'}: stopped before step {step}; "
+                + (f"--resume auto --run_name {config.run_name} goes on from {kept}" if kept else "nothing is saved")
+            )
         if len(val_losses) > 1:
             print(f"validation loss {val_losses[0]:.4f} -> {val_losses[-1]:.4f} in {step} steps, {tokens:,} tokens")
         print(f"peak memory {peak_memory(device):.2f} GB")
@@ -195,9 +263,22 @@ def main():
         if config.demo:
             print("Next: `python fineweb.py` makes real data, then `python train_gpt2.py` trains GPT-2 124M on it.")
             print("`python train_gpt2.py --help` lists the flags.")
-        log.close()
+        log.close(finished=not stopping)
     del train_forward
     parallel.stop()
+
+
+def step_if_finite(optimizer, scaler, norm):
+    """The update, unless the gradient has an infinity or a NaN: then nothing changes."""
+    finite = torch.isfinite(norm)
+    if scaler.is_enabled():
+        scaler.step(optimizer)
+        scaler.update()
+    elif optimizer.defaults["fused"]:
+        optimizer.found_inf = (~finite).float()  # the kernel looks at it itself: no waiting for the device
+        optimizer.step()
+    elif finite:
+        optimizer.step()
 
 
 def due(step, last, every):

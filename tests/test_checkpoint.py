@@ -17,10 +17,15 @@ def tiny(n_embd=16):
     return GPT(GPTConfig(seq_len=64, vocab_size=VOCAB_SIZE, n_layer=2, n_head=2, n_embd=n_embd))
 
 
+def save(folder, model, **training):
+    """A checkpoint without the optimizer's state."""
+    return checkpoint.write(folder, model, model.to_hugging_face(), dict(nothing=torch.zeros(1)), training)
+
+
 def test_what_is_saved_comes_back(tmp_path):
     model = tiny()
-    folder = checkpoint.save(tmp_path / "checkpoint_000007", model, dict(step=7))
-    assert json.loads((folder / "training.json").read_text()) == dict(step=7)
+    folder = save(tmp_path / "checkpoint_000007", model, step=7)
+    assert json.loads((folder / "training.json").read_text())["step"] == 7
     tokenizer = AutoTokenizer.from_pretrained(folder)
     assert tokenizer.encode("Hello world") == get_tokenizer().encode_ordinary("Hello world")
     assert (tokenizer.eos_token_id, len(tokenizer)) == (END_OF_TEXT, VOCAB_SIZE)
@@ -31,7 +36,7 @@ def test_what_is_saved_comes_back(tmp_path):
 
 
 def test_a_checkpoint_appears_whole_or_not_at_all(tmp_path, monkeypatch):
-    def fail(folder):
+    def fail(folder, weights):
         (folder / "config.json").write_text("{}")
         raise OSError("no space left on device")
 
@@ -39,9 +44,9 @@ def test_a_checkpoint_appears_whole_or_not_at_all(tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(model, "save_pretrained", fail)
         with pytest.raises(OSError):
-            checkpoint.save(tmp_path / "checkpoint_000001", model, {})
+            save(tmp_path / "checkpoint_000001", model)
     assert not (tmp_path / "checkpoint_000001").exists()
-    checkpoint.save(tmp_path / "checkpoint_000001", model, {})  # what the failure left is no obstacle
+    save(tmp_path / "checkpoint_000001", model)  # what the failure left is no obstacle
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint_000001"]
 
 
@@ -72,7 +77,7 @@ def damage(folder, how):
     ["truncated", "missing weights", "other sizes", "not a GPT-2", "not json", "a file", "a list", "other vocabulary"],
 )
 def test_damage_is_said_in_one_line(tmp_path, how):
-    checkpoint.save(tmp_path / "c", tiny(), {})
+    save(tmp_path / "c", tiny())
     with pytest.raises(UserError) as error:
         checkpoint.load_model(damage(tmp_path / "c", how))
     assert "\n" not in str(error.value)
@@ -90,11 +95,28 @@ def test_samples_start_with_the_prompt_and_end_at_a_documents_end(monkeypatch):
 
 
 def test_the_command_and_its_errors(command, tmp_path):
-    checkpoint.save(tmp_path / "c", tiny(), {})
-    checkpoint.save(tmp_path / "checkpoint_000009", tiny(), {})
+    save(tmp_path / "c", tiny())
+    save(tmp_path / "checkpoint_000009", tiny())
     done = command("sample.py", "c", "--prompt", "Once upon", "--count", 2, "--max_new_tokens", 5, "--device", "cpu")
     assert done.returncode == 0 and done.stdout.count("Once upon") == 2, done.stderr
     expect_error(command("sample.py", ".", "--device", "cpu"), "run's folder", "checkpoint_000009")
     expect_error(command("sample.py", "c", "--temperature", -1, "--device", "cpu"), "--temperature")
     expect_error(command("sample.py", "some-name-that-is-not-there", "--device", "cpu"), "some-name-that-is-not-there")
     expect_error(command("sample.py", "c", "--tempreature", 1), "--tempreature", "--temperature")
+
+
+def test_the_newest_and_the_best_stay(tmp_path):
+    model = tiny()
+    tensors = (model.to_hugging_face(), dict(nothing=torch.zeros(1)))
+    writer = checkpoint.Writer(tmp_path, keep=2)
+    losses = {999_998: 5.0, 999_999: 3.0, 1_000_000: 4.0, 1_000_001: None, 1_000_002: 4.5}
+    for step, loss in losses.items():
+        writer.start(model, tensors, dict(step=step, tokens=0, loader={}, val_loss=loss))
+        writer.wait()
+        if step == 1_000_000:
+            (tmp_path / "checkpoint_1000000" / "training.json").write_text("{")  # which stops nothing
+    assert [path.name for path in checkpoint.checkpoints(tmp_path)] == [
+        "checkpoint_1000002",
+        "checkpoint_1000001",
+        "checkpoint_999999",
+    ]

@@ -75,7 +75,7 @@ def test_wandb_offline_needs_no_login_and_keeps_everything(tmp_path, monkeypatch
     assert log.wandb is not None and log.where_to_watch().startswith("wandb leet ")
     assert log.wandb.config["lr"] == 6e-4 and "torch" in log.wandb.config
     log.train_step(2, 200, 2.0, 1e-4, 1.0, 0.5, 100, None)
-    assert log.wandb.summary["train/loss"] == 3.0 and log.wandb.summary["by_tokens/val_loss"] == 3.0
+    assert log.wandb.summary["train/loss"] == 2.0 and log.wandb.summary["by_tokens/val_loss"] == 3.0
     log.close()
     assert list((tmp_path / "run" / "wandb").glob("offline-run-*/*.wandb"))
 
@@ -149,3 +149,41 @@ def test_a_repository_without_commits_has_none(tmp_path, monkeypatch):
 def test_peak_by_name(monkeypatch, name, peak):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
     assert peak_tflops(torch.device("cuda")) == peak
+
+
+def test_a_resumed_run_keeps_its_page_and_repeats_no_line(tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    config = Config(log_dir=str(tmp_path), run_name="run", wandb="auto")
+    log = RunLog(config, CPU, 1, 1e9)
+    for step in range(4):
+        log.evaluation(step, 100 * step, "val", 3.0, "validation loss", 1.0, val_loss=3.0)
+        log.train_step(step, 100, 3.0, 1e-4, 1.0, 0.5, 100, None)
+    facts = log.facts
+    log.close(finished=False)
+    with open(tmp_path / "run" / "log.txt", "a") as file:
+        file.write("4 tra")  # torn
+    for evaluated, evaluations in ((True, [0, 1, 2]), (False, [0, 1])):
+        log = RunLog(
+            config, CPU, 1, 1e9, tmp_path / "run" / "checkpoint_000002", dict(step=2, evaluated=evaluated, run=facts)
+        )
+        assert log.wandb.id == facts["wandb_id"]
+        lines = [line.split()[:2] for line in (tmp_path / "run" / "log.txt").read_text().splitlines()]
+        assert [int(step) for step, stream in lines if stream == "val"] == evaluations
+        assert [int(step) for step, stream in lines if stream == "train"] == [0, 1]
+        log.close(finished=False)
+
+
+def test_a_folder_is_one_runs_at_a_time(tmp_path):
+    log = make_log(tmp_path)
+    with pytest.raises(UserError, match="by another process"):
+        make_log(tmp_path)
+    log.close(finished=False)
+
+
+def test_spikes_are_marked(tmp_path, capsys):
+    log = make_log(tmp_path)
+    for step in range(30):
+        log.train_step(step, 100, 3.0 + 0.01 * (step % 2), 1e-4, 1.0, 0.5, 100, None)
+    log.train_step(30, 100, 4.0, 1e-4, 1.0, 0.5, 100, None)
+    lines = capsys.readouterr().out.splitlines()
+    assert "spike" in lines[-1] and not any("spike" in line for line in lines[:-1])

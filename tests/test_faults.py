@@ -1,0 +1,239 @@
+"""Nothing lost: trainings that are killed, stopped, starved of disk, or go wrong, and what is left of them."""
+
+import filecmp
+import json
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from conftest import ROOT, TINY, expect_error, logged, metrics
+
+import cli
+
+EVERY_3 = ("--checkpoint_every", 3, "--val_every", 4)
+ENVIRONMENT = dict(os.environ, OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1")
+
+
+def same(one, other, step):
+    """Two runs ended with the same weights and the same state, bit by bit, and tell the same story."""
+    for name in ("model.safetensors", "optimizer.safetensors"):
+        files = [run / f"checkpoint_{step:06d}" / name for run in (one, other)]
+        assert filecmp.cmp(*files, shallow=False), name
+    assert (one / "log.txt").read_text() == (other / "log.txt").read_text()
+    rows = [[(row["step"], row["tokens"], row.get("train_loss")) for row in metrics(run)] for run in (one, other)]
+    assert rows[0] == rows[1]
+
+
+def longer(steps):
+    """TINY, but for its number of steps and the evaluations that EVERY_3 sets."""
+    flags = list(TINY)
+    flags[flags.index("--max_steps") + 1] = str(steps)
+    for flag in ("--checkpoint_every", "--val_every"):
+        del flags[flags.index(flag) : flags.index(flag) + 2]
+    return flags
+
+
+def start(tmp_path, name, *args, steps=400, ranks=1, launcher=()):
+    """Begin a long training in the background, and wait until it has a checkpoint."""
+    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}", *launcher]
+    command = [sys.executable, *(torchrun if ranks > 1 else []), str(ROOT / "train_gpt2.py"), *longer(steps)]
+    command += ["--data_dir", "corpus", "--run_name", name, *map(str, (*EVERY_3, *args))]
+    process = subprocess.Popen(
+        command, cwd=tmp_path, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    deadline = time.monotonic() + 60
+    while not list((tmp_path / "log" / name).glob("checkpoint_??????")):
+        assert process.poll() is None and time.monotonic() < deadline, process.communicate()
+        time.sleep(0.02)
+    return process
+
+
+def children(process):
+    """The processes that a process has started."""
+    path = f"/proc/{process.pid}/task/{process.pid}/children"
+    with open(path) as file:
+        return [int(number) for number in file.read().split()]
+
+
+def test_killed_at_50_random_moments(train, corpus, tmp_path):
+    """Also inside of checkpoints: every run ends as if nothing had happened."""
+    flags = [*longer(40), "--data_dir", str(corpus), *map(str, EVERY_3)]
+    command = [sys.executable, str(ROOT / "tests" / "kill.py"), "log", "50", "7", *flags]
+    done = subprocess.run(command, cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True, timeout=400)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("\nkilled") + 1 == 50 and "in a checkpoint" in done.stdout, done.stdout
+    whole = train("whole", *EVERY_3, "--max_steps", 40, drop="--checkpoint_every --val_every --max_steps")
+    runs = list((tmp_path / "log").glob("killed-*/"))
+    assert runs
+    for run in runs:
+        same(run, whole, 40)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_resumed_it_is_the_same_run(train, ranks):
+    options = dict(ranks=ranks, drop="--checkpoint_every --val_every --max_steps")
+    arguments = (*EVERY_3, "--max_steps", 8, "--deterministic")
+    whole = train("whole", *arguments, **options)
+    train("parts", *arguments, "--keep_checkpoints", 1, **options)
+    parts = whole.with_name("parts")
+    shutil.rmtree(parts / "checkpoint_000008")
+    shutil.copytree(whole / "checkpoint_000006", parts / "checkpoint_000006", dirs_exist_ok=True)
+    text = (train("parts", *arguments, **options) / "output.txt").read_text()
+    assert "resumed from log/parts/checkpoint_000006" in text
+    same(parts, whole, 8)
+
+
+def test_resumed_with_other_micro_batches_and_ranks(train):
+    drop = "--checkpoint_every --max_steps --micro_batch_size"
+    arguments = ("--checkpoint_every", 3, "--max_steps", 9)
+    whole = train("whole", *arguments, "--micro_batch_size", 4, drop=drop)
+    source = ("--resume", whole / "checkpoint_000003")
+    for name, ranks, size in (("smaller", 1, 2), ("wider", 2, 4)):
+        run = train(name, *arguments, *source, "--micro_batch_size", size, drop=drop, ranks=ranks)
+        assert logged(run) == pytest.approx(logged(whole)[3:], rel=1e-4)
+        assert [row["step"] for row in metrics(run)] == list(range(3, 9))
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_saves_and_ends_well(tmp_path, corpus, train, number):
+    process = start(tmp_path, "stopped", steps=5000)
+    process.send_signal(number)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 0, err
+    run = tmp_path / "log" / "stopped"
+    newest = max(run.glob("checkpoint_??????"))
+    assert f"{number.name}: stopped" in out and "--run_name stopped goes on" in out and newest.name in out
+    step = int(newest.name[-6:])
+    assert len(logged(run)) == step and json.loads((newest / "training.json").read_text())["step"] == step
+
+
+@pytest.mark.parametrize("pause, code", [(0, 7), (1.2, 130)])
+def test_a_second_ctrl_c_ends_at_once(pause, code):
+    """But not one that torchrun passes on, right after the terminal's."""
+    script = (
+        "import os, signal, time; from interrupt import Interrupt; interrupt = Interrupt()\n"
+        f"os.kill(os.getpid(), signal.SIGINT); time.sleep({pause}); os.kill(os.getpid(), signal.SIGINT)\n"
+        "os._exit(7 if interrupt.name == 'SIGINT' else 1)"
+    )
+    assert subprocess.run([sys.executable, "-c", script], cwd=ROOT, timeout=60).returncode == code
+
+
+def test_a_full_disk_leaves_the_checkpoint_before(tmp_path, corpus, train):
+    """No file may grow beyond a size that the logs stay below and the optimizer's state does not."""
+
+    whole = train("whole", *EVERY_3, "--max_steps", 7, drop="--checkpoint_every --val_every --max_steps")
+    run = tmp_path / "log" / "full"
+    shutil.copytree(whole, run)
+    for step in (6, 7):
+        shutil.rmtree(run / f"checkpoint_{step:06d}")
+    limit = (whole / "checkpoint_000003" / "model.safetensors").stat().st_size + 1000
+    flags = [*longer(7), "--data_dir", str(corpus), "--run_name", "full", *map(str, EVERY_3)]
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "train_gpt2.py"), *flags],
+        cwd=tmp_path,
+        env=ENVIRONMENT,
+        capture_output=True,
+        text=True,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)),
+    )
+    assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
+    assert done.stdout.count("the checkpoint was not written") == 2 and "checkpoint_000003 is the last" in done.stdout
+    assert [path.name for path in run.glob("checkpoint_*")] == ["checkpoint_000003"]
+    assert logged(run) == logged(whole)
+
+
+def test_a_rank_that_dies_is_replaced(tmp_path, corpus, train):
+    whole = train("whole", *EVERY_3, "--max_steps", 60, ranks=2, drop="--checkpoint_every --val_every --max_steps")
+    process = start(tmp_path, "restarted", steps=60, ranks=2, launcher=["--max-restarts=4"])
+    os.kill(children(process)[0], signal.SIGKILL)
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err
+    assert "resumed from log/restarted/checkpoint_" in out
+    same(tmp_path / "log" / "restarted", whole, 60)
+
+
+def test_a_rank_that_dies_ends_the_others(tmp_path, corpus):
+    process = start(tmp_path, "died", steps=5000, ranks=2)
+    os.kill(children(process)[1], signal.SIGKILL)
+    began = time.monotonic()
+    process.communicate(timeout=90)
+    assert process.returncode and time.monotonic() - began < 60
+
+
+def test_a_damaged_checkpoint_gives_way_to_the_one_before(train):
+    run = train("damaged", *EVERY_3, drop="--checkpoint_every --val_every")
+    whole = train("whole", *EVERY_3, "--max_steps", 7, drop="--checkpoint_every --val_every --max_steps")
+    shutil.rmtree(run)
+    shutil.copytree(whole, run)
+    for step, name, content in ((7, "model.safetensors", b"xx"), (6, "training.json", b"{")):
+        path = run / f"checkpoint_{step:06d}" / name
+        path.write_bytes(path.read_bytes()[:-100] + content if step == 7 else content)
+    text = (
+        train("damaged", *EVERY_3, "--max_steps", 7, drop="--checkpoint_every --val_every --max_steps") / "output.txt"
+    ).read_text()
+    assert "checkpoint_000007 is damaged" in text and "checkpoint_000006 is damaged" in text
+    assert "resumed from log/damaged/checkpoint_000003" in text
+    same(run, whole, 7)
+
+
+def test_steps_that_are_not_finite_are_skipped_and_then_end_the_run(train):
+    drop = "--lr --max_steps --checkpoint_every"
+    good = train("wild", "--lr", 1e-3, "--max_steps", 2, "--checkpoint_every", 1, drop=drop)
+    wild = ("--lr", 1e30, "--grad_clip", 0, "--max_steps", 50, "--max_bad_steps", 4, "--checkpoint_every", 1)
+    done = train("wild", *wild, drop=drop, fails=True)
+    expect_error(done, "4 steps in a row", "the last good checkpoint is log/wild/checkpoint_000003", "--lr")
+    assert done.stdout.count("not finite, skipped") == 4
+    assert max(path.name for path in good.glob("checkpoint_*")) == "checkpoint_000003"  # of the first wild step
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        (("--resume", "nowhere"), ("nowhere",)),
+        (("--n_layer", 3), ("--n_layer 3", "has 2")),
+        (("--seed", 5), ("seed",)),
+        (("--resume", "never"), ("already holds a run",)),
+    ],
+)
+def test_what_cannot_be_resumed(train, arguments, words):
+    train("run", *EVERY_3, drop="--checkpoint_every --val_every")
+    drop = "--checkpoint_every --val_every --max_steps" + (" --n_layer" if "--n_layer" in arguments else "")
+    expect_error(train("run", *EVERY_3, "--max_steps", 5, *arguments, drop=drop, fails=True), *words)
+
+
+def test_out_of_memory_says_what_to_lower(monkeypatch, capsys):
+    monkeypatch.setattr(cli, "out_of_memory_hint", "use --micro_batch_size 8")
+
+    def main():
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has ...")
+
+    with pytest.raises(SystemExit) as stop:
+        cli.run(main)
+    assert stop.value.code == 1
+    assert capsys.readouterr().err == "error: out of memory: use --micro_batch_size 8 (CUDA out of memory)\n"
+
+
+def test_going_back_sets_the_newer_checkpoints_aside(train):
+    drop = "--checkpoint_every --max_steps"
+    run = train("back", "--checkpoint_every", 1, "--max_steps", 6, "--keep_checkpoints", 9, drop=drop)
+    again = ("--checkpoint_every", 1, "--max_steps", 4, "--keep_checkpoints", 2)
+    train("back", *again, "--resume", run / "checkpoint_000002", drop=drop)
+    names = sorted(path.name for path in run.glob("checkpoint_*"))
+    assert [name for name in names if not name.endswith("abandoned")] == ["checkpoint_000003", "checkpoint_000004"]
+    assert "checkpoint_000006.abandoned" in names
+    assert [row["step"] for row in metrics(run)] == list(range(4))
+
+
+def test_resuming_does_not_write_over_another_run(train):
+    drop = "--checkpoint_every"
+    one, other = (train(name, "--checkpoint_every", 1, drop=drop) for name in ("one", "other"))
+    before = (other / "log.txt").read_text()
+    done = train("other", "--resume", one / "checkpoint_000002", fails=True)
+    expect_error(done, "other already holds a run")
+    assert (other / "log.txt").read_text() == before
