@@ -17,6 +17,7 @@ from tqdm import trange
 import parallel
 from cli import UserError, parse, run
 from config import MODEL_SWITCHES, SETTLING_STEPS, Config, defaults, resolve
+from device import be_deterministic
 from metrics import flops_per_token, peak_memory, peak_tflops
 from model import GPT, GPTConfig
 from optim import accumulation_steps, make_optimizer
@@ -45,6 +46,8 @@ def main():
         raise UserError("bench.py does not scale gradients: use --autocast off")
     device, B, T = ranks.device, config.micro_batch_size, config.seq_len
     torch.set_float32_matmul_precision("high" if config.tf32 else "highest")
+    if config.deterministic:
+        be_deterministic()
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=config.autocast != "off")
     torch.manual_seed(config.seed)
     sizes = dict(n_layer=config.n_layer, n_head=config.n_head, n_embd=config.n_embd)

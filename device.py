@@ -1,6 +1,7 @@
 """What follows from the device: which optimizations it has, and the micro-batch that fits it."""
 
 import importlib
+import os
 import shutil
 
 import torch
@@ -139,6 +140,16 @@ def choose_micro_batch_size(config, ranks):
         size *= 2
     size = int(ranks.min(size))  # the same on every rank, also where one GPU has less room
     return size, f"micro_batch_size is {size}: {where}"
+
+
+def be_deterministic():
+    """Sums whose order a GPU leaves open, as those of its attention's gradients, are made in a fixed one from now on.
+
+    https://docs.pytorch.org/docs/stable/notes/randomness.html
+    """
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS's part of it
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # what is empty is written before it is read
 
 
 def count_params(config):

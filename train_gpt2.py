@@ -10,7 +10,6 @@ Every optimization is a flag: see --help. The plan is printed before the first s
 
 import contextlib
 import math
-import os
 import sys
 import time
 
@@ -26,6 +25,7 @@ import resume
 from cli import UserError, parse, run
 from config import MODEL_SWITCHES, Config, defaults, resolve
 from data import Loader, TokenStream, open_shards
+from device import be_deterministic
 from hellaswag import HellaSwag, load_items
 from interrupt import Interrupt
 from metrics import RunLog, flops_per_token, peak_memory
@@ -58,11 +58,8 @@ def main():
     # tf32: float32 products on tensor cores, with 10 bits of mantissa for 23 (autocast leaves none in float32)
     torch.set_float32_matmul_precision("high" if config.tf32 else "highest")
 
-    # deterministic: sums whose order a GPU leaves open, as those of its attention's gradients, are made in a fixed one
     if config.deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # as PyTorch asks for
-        torch.use_deterministic_algorithms(True)
-        torch.utils.deterministic.fill_uninitialized_memory = False  # there is none that is read
+        be_deterministic()
 
     # autocast: products and attention in 16 bits, twice tf32's rate and half its bytes; weights stay float32
     if config.autocast == "off":
