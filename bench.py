@@ -41,13 +41,13 @@ def main():
     if config.init_from != "scratch":
         raise UserError("bench.py starts from random weights: leave out --init_from")
     ranks = parallel.start(config.device)
+    if config.deterministic:
+        be_deterministic()  # before cuDNN makes its plans
     config, reasons = resolve(config, ranks)
     if config.autocast == "fp16":
         raise UserError("bench.py does not scale gradients: use --autocast off")
     device, B, T = ranks.device, config.micro_batch_size, config.seq_len
     torch.set_float32_matmul_precision("high" if config.tf32 else "highest")
-    if config.deterministic:
-        be_deterministic()
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=config.autocast != "off")
     torch.manual_seed(config.seed)
     sizes = dict(n_layer=config.n_layer, n_head=config.n_head, n_embd=config.n_embd)

@@ -8,6 +8,7 @@ written, and then renamed. Nothing in it can execute when it is loaded.
 import contextlib
 import hashlib
 import json
+import math
 import os
 import shutil
 from concurrent.futures import ThreadPoolExecutor
@@ -80,7 +81,7 @@ def write(folder, model, weights, state, training):
     save_tokenizer(unfinished)
     save_file(state, unfinished / STATE)
     (unfinished / STATE).chmod(0o644)  # safetensors leaves it readable to its owner alone
-    hashes = {name: digest(unfinished / name) for name in (WEIGHTS, STATE)}
+    hashes = {path.name: digest(path) for path in sorted(unfinished.iterdir())}
     (unfinished / TRAINING).write_text(json.dumps(training | dict(sha256=hashes), indent=2) + "\n")
     for path in [*unfinished.iterdir(), unfinished]:
         flush_to_disk(path)
@@ -88,8 +89,6 @@ def write(folder, model, weights, state, training):
         on_disk = load_file(unfinished / name)
         if on_disk.keys() != written.keys() or not all(torch.equal(on_disk[key], written[key]) for key in written):
             raise OSError(f"{unfinished / name} does not read back as it was written")
-    if folder.exists():
-        folder.rename(unused_name(folder.with_name(folder.name + ".abandoned")))
     unfinished.rename(folder)
     flush_to_disk(folder.parent)
     return folder
@@ -122,24 +121,28 @@ class Writer:
             shutil.rmtree(torn, ignore_errors=True)
         for path in checkpoints(self.folder):
             if number(path) > step:
-                path.rename(unused_name(path.with_name(path.name + ".abandoned")))
+                aside = path.rename(unused_name(path.with_name(path.name + ".abandoned")))
+                print(f"{path} is from after step {step}: set aside as {aside.name}")
         self._thread = ThreadPoolExecutor(1)
         self._writing = None
+        self.failed = False  # the last one that was waited for
 
     def start(self, model, tensors, training):
-        """Begin to write; returns the folder that will appear. Waits for the checkpoint before, if it is not done."""
-        self.wait()
+        """Begin to write; returns the folder that will appear. What was begun before has to be waited for first."""
         folder = self.folder / f"checkpoint_{training['step']:06d}"
         self._writing = self._thread.submit(self._write, folder, model, tensors, training)
         return folder
 
     def wait(self):
         """Until what was begun is on disk; where that failed the reason is printed, and training goes on."""
+        if not self._writing:
+            return
         writing, self._writing = self._writing, None
         try:
-            if writing:
-                writing.result()
+            writing.result()
+            self.failed = False
         except (OSError, SafetensorError) as error:
+            self.failed = True
             found = checkpoints(self.folder)
             print(f"the checkpoint was not written ({error}); {found[0] if found else 'none'} is the last")
 
@@ -149,7 +152,10 @@ class Writer:
         except (OSError, SafetensorError):
             shutil.rmtree(folder.with_name(folder.name + ".unfinished"), ignore_errors=True)
             raise
-        self._prune()
+        try:
+            self._prune()
+        except OSError as error:
+            print(f"an older checkpoint could not be removed: {error}")
 
     def _prune(self):
         """Remove all but the newest `keep` and the one with the lowest validation loss."""
@@ -158,7 +164,7 @@ class Writer:
         for path in found:
             with contextlib.suppress(UserError):  # a damaged one has no loss, and goes like the others
                 losses[path] = read_training(path).get("val_loss")
-        scored = [path for path in found if losses.get(path) is not None]
+        scored = [path for path in found if losses.get(path) is not None and math.isfinite(losses[path])]
         kept = found[: self.keep] + ([min(scored, key=losses.get)] if scored else [])
         for path in found:
             if path not in kept:
@@ -188,18 +194,26 @@ def unused_name(path):
 
 
 def newest(folder, ranks):
-    """The newest checkpoint of a run that is whole, or None; those that are not are named."""
+    """The newest checkpoint of a run that is whole, or None where there are none; those that are not whole are named.
+
+    Raises UserError when none of them is.
+    """
 
     def look():
-        for path in checkpoints(folder):
+        found = checkpoints(folder)
+        for path in found:
             try:
-                return int(read_verified(path)["step"])
+                read_verified(path)
+                return path.name
             except UserError as error:
                 print(f"{error}: looking for the one before")
-        return -1
+        if found:
+            raise UserError(
+                f"no checkpoint in {folder} is whole: choose another --run_name (--init_from starts from weights alone)"
+            )
 
-    step = ranks.share(ranks.on_main(look))
-    return None if step < 0 else Path(folder) / f"checkpoint_{step:06d}"
+    name = ranks.share(ranks.on_main(look))
+    return name and Path(folder) / name
 
 
 def read_training(folder):
@@ -211,8 +225,13 @@ def read_training(folder):
         raise UserError(f"{folder} is not a checkpoint to resume from: {path.name}: {error.strerror}") from error
     except ValueError as error:
         raise UserError(f"{folder} is damaged: {path.name} is not JSON ({error})") from error
-    if not isinstance(training, dict) or not {"step", "tokens", "loader", "sha256"} <= training.keys():
-        raise UserError(f"{folder} has no optimizer state to resume from: train from its weights with --init_from")
+    kinds = dict(step=int, tokens=int, loader=dict, scaler=dict, run=dict, sha256=dict)
+    if not (
+        isinstance(training, dict)
+        and all(isinstance(training.get(name), kind) for name, kind in kinds.items())
+        and training["sha256"].keys() >= {WEIGHTS, STATE, "config.json"}
+    ):
+        raise UserError(f"{folder} has no training state to resume from: train from its weights with --init_from")
     return training
 
 

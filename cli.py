@@ -12,6 +12,7 @@ class UserError(Exception):
     """Something a person can put right. Its text says what is wrong and what to do."""
 
 
+OUT_OF_MEMORY_SIGNS = r"OutOfMemoryError|out of memory|can't allocate memory|STATUS_ALLOC_FAILED|exitcode *: -9"
 out_of_memory_hint = "use a smaller --micro_batch_size"
 
 
@@ -41,7 +42,8 @@ def run(main):
     try:
         main()
     except Exception as error:
-        if type(error).__name__ == "OutOfMemoryError":  # PyTorch's, which is not imported for its sake
+        text = f"{type(error).__name__}: {error}"
+        if isinstance(error, MemoryError | RuntimeError) and re.search("MemoryError|" + OUT_OF_MEMORY_SIGNS, text):
             error = UserError(f"out of memory: {out_of_memory_hint} ({str(error).split('.')[0]})")
         if not isinstance(error, UserError):
             raise

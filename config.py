@@ -175,7 +175,7 @@ DEMO = Config(
     val_steps=8,
     hellaswag_every=0,
     sample_every=100,
-    checkpoint_every=0,
+    checkpoint_every=100,
 )
 
 
@@ -208,10 +208,11 @@ def flags(config):
     return result
 
 
-def resolve(config, ranks, pretrained=None, resumed=None):
+def resolve(config, ranks, pretrained=None, resumed=None, step=0):
     """Fill in what follows from the other flags and the device, and check that it all fits together.
 
-    pretrained is the GPTConfig of the model that --init_from names, or the checkpoint `resumed`, if there is one.
+    pretrained is the GPTConfig of the model that --init_from names, or the checkpoint `resumed`, if there is one,
+    which is at `step`.
     Returns the complete Config and a list of lines that say what was chosen or changed, and why.
     Raises UserError, with what to do, for flags that contradict each other.
     """
@@ -221,14 +222,14 @@ def resolve(config, ranks, pretrained=None, resumed=None):
     check_bounds(new)
     if new.rungs != "all":
         raise UserError("--rungs chooses rungs of the ladder: add --ladder")
-    if new.profile and new.max_steps < SETTLING_STEPS + new.profile:
+    traced = range(step + SETTLING_STEPS, step + SETTLING_STEPS + new.profile)
+    if new.profile and new.max_steps < traced.stop:
         raise UserError(
-            f"--profile {new.profile} starts after {SETTLING_STEPS} steps: "
-            f"use --max_steps {SETTLING_STEPS + new.profile} or more"
+            f"--profile {new.profile} starts after {SETTLING_STEPS} steps: use --max_steps {traced.stop} or more"
         )
     for name in EVALUATIONS:
         every = getattr(new, name)
-        if every and any(step % every == 0 for step in range(SETTLING_STEPS, SETTLING_STEPS + new.profile)):
+        if every and any(step % every == 0 for step in traced):
             raise UserError(f"--{name} {every} falls among the steps that --profile traces: use --{name} 0")
     if new.init_from == "scratch":
         for name, of_size in zip(("n_layer", "n_head", "n_embd"), SIZES[new.model]):

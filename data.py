@@ -6,6 +6,7 @@ run on from one shard to the next. This is build-nanogpt's layout.
 
 import collections
 import resource
+import tokenize
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -53,8 +54,10 @@ def open_shard(path):
         shard = np.load(path, mmap_mode="r")
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}") from error
-    except (ValueError, EOFError) as error:
+    except (ValueError, EOFError, SyntaxError, tokenize.TokenError) as error:  # the last two of a header that is text
         raise UserError(f"{path} is not a shard: {error}; delete it and make it again") from error
+    if not isinstance(shard, np.ndarray):
+        raise UserError(f"{path} is not a shard but an archive: delete it and make it again")
     if shard.dtype != np.uint16 or shard.ndim != 1 or shard.size == 0:
         raise UserError(
             f"{path} is not a shard: {shard.dtype} of shape {shard.shape}, but it must be uint16, one-dimensional and "
@@ -188,7 +191,10 @@ class Loader:
         own = self.state()
         for what in ("total", "seed", "shuffle"):
             if state[what] != own[what]:
-                raise UserError(f"the checkpoint read its data with {what} {state[what]}, this run has {own[what]}")
+                raise UserError(
+                    f"the checkpoint read its data with {what} {state[what]}, this run has {own[what]}: go on with the "
+                    "same data, --seed and --shuffle, or start a new run with --init_from"
+                )
         self.position = state["position"]
 
     def next_batch(self):

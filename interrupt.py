@@ -1,4 +1,4 @@
-"""Ctrl-C, SIGTERM, SIGUSR1: a request to stop soon, with everything saved."""
+"""Ctrl-C, SIGTERM, SIGUSR1, a terminal that goes away: a request to stop soon, with everything saved."""
 
 import os
 import signal
@@ -16,8 +16,9 @@ class Interrupt:
     def __init__(self):
         self.name = None  # of the signal that came
         self._when = 0.0
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
-            signal.signal(number, self._note)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
+            if signal.getsignal(number) != signal.SIG_IGN:  # nohup's wish
+                signal.signal(number, self._note)
 
     def _note(self, number, _):
         if self.name and number == signal.SIGINT and time.monotonic() - self._when > 1:
@@ -25,3 +26,6 @@ class Interrupt:
             os._exit(130)  # 128 + SIGINT; without waiting for a checkpoint that is being written
         if not self.name:
             self.name, self._when = signal.Signals(number).name, time.monotonic()
+            if os.environ.get("RANK", "0") == "0":
+                # not print, which may be what was interrupted
+                os.write(2, f"{self.name}: stopping; Ctrl-C again ends at once, and saves nothing\n".encode())

@@ -15,12 +15,11 @@ import sys
 import time
 from pathlib import Path
 
-from cli import UserError
+from cli import OUT_OF_MEMORY_SIGNS, UserError
 from config import EVALUATIONS, SETTLING_STEPS, Config, check_bounds, flags
 from data import open_shards
 
 OUT_OF_MEMORY = "out of memory"
-OUT_OF_MEMORY_SIGNS = r"OutOfMemoryError|out of memory|can't allocate memory|STATUS_ALLOC_FAILED|exitcode *: -9"
 # What torchrun tells its processes, which is not meant for those that they start
 TORCHRUN = re.compile(
     r"(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)$|ROLE_NAME$|MASTER_(ADDR|PORT)$|TORCHELASTIC_|TORCH_NCCL_ASYNC_ERROR"
@@ -65,7 +64,11 @@ def measure(config, folder, name, ranks, bar):
     finally:
         # also on Ctrl-C: no training is left behind on the GPU
         process.terminate()
-        process.wait()
+        try:
+            process.wait(60)  # the training finishes its micro-batch
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
         output.close()
         bar.update(began + steps - bar.n)
     if code:

@@ -1,8 +1,6 @@
 """What a run tells: the step line, log.txt, metrics.jsonl, wandb; tokens/sec and MFU."""
 
 import collections
-import errno
-import fcntl
 import json
 import math
 import os
@@ -16,11 +14,10 @@ from pathlib import Path
 
 import torch
 
-from checkpoint import checkpoints
+from checkpoint import checkpoints, unused_name
 from cli import UserError
-from resume import launch
+from resume import LOCK, facts_of, launch, lock
 
-LOCK = "lock"
 SPIKE = 5  # a loss this many standard deviations above the mean of the last SPIKE_WINDOW is marked
 SPIKE_WINDOW = 100
 
@@ -104,17 +101,6 @@ def step_and_stream(line):
     return values["step"], "train" if "train_loss" in values else "evaluation"
 
 
-def lock(path):
-    """The file, locked while this process lives: a second run would write over the first. Raises BlockingIOError."""
-    file = open(path, "w")
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        if error.errno not in (errno.ENOLCK, errno.EOPNOTSUPP):  # a file system without locks
-            raise
-    return file
-
-
 class RunLog:
     """Writes one run's folder and its wandb page. Only rank 0 makes one.
 
@@ -135,22 +121,21 @@ class RunLog:
         self.folder = Path(config.log_dir) / config.run_name
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            self._lock = lock(self.folder / LOCK)
+            self._lock = lock(self.folder)
             before = self._run_before(resumed)
+            self.facts = dict(vars(config), world_size=world_size, **environment(device))
+            self.facts |= dict(launch=launch(), finished=False)
+            self.facts["wandb_id"] = before.get("wandb_id") if training and before else None
+            self._write_facts()
             # line-buffered: what was logged is in the file, whatever happens next
             self.log_txt = self._go_on("log.txt", training, before, lambda line: line.split()[:2])
             self.metrics_jsonl = self._go_on("metrics.jsonl", training, before, step_and_stream)
-            self.facts = dict(vars(config), world_size=world_size, **environment(device))
-            self.facts |= dict(launch=launch(), finished=False)
-            self.facts["wandb_id"] = training["run"]["wandb_id"] if training and before else None
-            self._write_facts()
-        except BlockingIOError as error:
-            raise UserError(f"{self.folder} is being written by another process: choose another --run_name") from error
+            last = [line.split()[2] for line in open(self.folder / "log.txt") if line.split()[1] == "train"]
         except OSError as error:
             raise UserError(
                 f"cannot write the run's folder {self.folder}: {error.strerror}; choose another --log_dir"
             ) from error
-        self._losses = collections.deque(maxlen=SPIKE_WINDOW)
+        self._losses = collections.deque(filter(math.isfinite, map(float, last)), maxlen=SPIKE_WINDOW)
         self.wandb = None
         self._start_wandb()
 
@@ -158,18 +143,14 @@ class RunLog:
 
     def _run_before(self, resumed):
         """What config.json says of a run in this folder, or None. Raises UserError when it is not to be touched."""
-        if all(path.name == LOCK for path in self.folder.iterdir()):
+        if all(path.name == LOCK or path.suffix == ".unfinished" for path in self.folder.iterdir()):
             return None
-        taken = UserError(f"{self.folder} already holds a run: choose another --run_name, or delete it")
-        if resumed and resumed.absolute().parent != self.folder.absolute():
-            raise taken
-        try:
-            before = json.loads((self.folder / "config.json").read_text())
-            finished = before["finished"]
-        except (OSError, ValueError, KeyError):
-            raise UserError(f"{self.folder} holds something else: choose another --run_name, or delete it") from None
-        if not resumed and (finished or checkpoints(self.folder)):
-            raise taken
+        before = facts_of(self.folder)
+        if "finished" not in before:
+            raise UserError(f"{self.folder} holds something else: choose another --run_name, or delete it")
+        own = resumed and resumed.resolve().parent == self.folder.resolve()
+        if not own and (before["finished"] or checkpoints(self.folder)):
+            raise UserError(f"{self.folder} already holds a run: choose another --run_name, or delete it")
         return before
 
     def _go_on(self, name, training, before, parse):
@@ -177,7 +158,7 @@ class RunLog:
         path = self.folder / name
         kept = []
         if before and not training and path.exists():
-            path.rename(path.with_name(name + ".old"))  # of a run that ended before its first checkpoint
+            path.rename(unused_name(path.with_name(name + ".old")))  # of a run that ended before its first checkpoint
         for line in path.read_text().splitlines(keepends=True) if training and before and path.exists() else ():
             try:
                 step, stream = parse(line)

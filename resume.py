@@ -1,5 +1,7 @@
 """Where training goes on: the checkpoint that --resume means, and everything but the weights put back in its place."""
 
+import errno
+import fcntl
 import json
 import os
 from pathlib import Path
@@ -19,51 +21,99 @@ FREE = set(
 )
 
 
+LOCK = "lock"
+
+
 def find(config, ranks):
     """The checkpoint to go on from, or None for a new run. Where no run is named, sets run_name and log_dir to its.
 
-    Raises UserError for a path without one, or when all are damaged.
+    Raises UserError for a path without one, when all of a run's are damaged, and when another process writes the run.
     """
-    if restarted := ranks.share(ranks.on_main(lambda: restarted_run(config))):
-        config.run_name = restarted
-        return checkpoint.newest(Path(config.log_dir) / restarted, ranks)
-    if config.resume == "never":
-        return None
-    if config.resume != "auto":
-        path = Path(config.resume)
-        if (path / checkpoint.TRAINING).is_file():
-            ranks.on_main(lambda: checkpoint.read_verified(path))
-            found = path
-        else:
-            found = checkpoint.newest(path, ranks)
-            if found is None:
-                raise UserError(
-                    f"--resume {path}: there is no checkpoint; give one, or the folder of a run that has one"
-                )
-        if config.run_name is None:
-            config.log_dir, config.run_name = str(found.absolute().parent.parent), found.absolute().parent.name
+    config.run_name, goes_on = ranks.share(ranks.on_main(lambda: run_before(config)))
+    if goes_on and (found := checkpoint.newest(Path(config.log_dir) / config.run_name, ranks)):
         return found
-    return checkpoint.newest(Path(config.log_dir) / config.run_name, ranks) if config.run_name else None
+    if config.resume in ("auto", "never"):
+        return None
+    path = Path(config.resume)
+    if (path / checkpoint.TRAINING).is_file():
+        ranks.on_main(lambda: checkpoint.read_verified(path))
+        found = path
+    else:
+        found = checkpoint.newest(path, ranks)
+        if found is None:
+            raise UserError(
+                f"--resume {path}: there is no checkpoint; give auto, never, a checkpoint's folder, or that of a run"
+            )
+    if config.run_name is None:
+        config.log_dir, config.run_name = str(found.absolute().parent.parent), found.absolute().parent.name
+    return found
+
+
+def run_before(config):
+    """The run's name, and whether it goes on from its own newest checkpoint, if it has one.
+
+    It does with --resume auto, after torchrun has restarted its processes, and when it began as a branch of another run
+    and the same command is given again. Raises UserError when another process is writing it.
+    """
+    restarted = restarted_run(config)
+    name = config.run_name or restarted
+    if name is None:
+        return None, False
+    folder = Path(config.log_dir) / name
+    try:
+        if folder.exists():
+            lock(folder).close()
+    except OSError as error:
+        raise UserError(
+            f"cannot write the run's folder {folder}: {error.strerror}; choose another --log_dir"
+        ) from error
+    branch = config.resume not in ("auto", "never") and folder.resolve() not in Path(config.resume).resolve().parents
+    again = branch and facts_of(folder).get("resume") == config.resume
+    return name, config.resume == "auto" or name == restarted or again
+
+
+def lock(folder):
+    """A file that is locked while this process lives, or until it is closed: two would write over each other's run.
+
+    Raises UserError when another process has it.
+    """
+    file = open(folder / LOCK, "a")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise UserError(f"{folder} is being written by another process: choose another --run_name") from error
+    except OSError as error:
+        if error.errno not in (errno.ENOLCK, errno.EOPNOTSUPP):  # a file system without locks
+            raise
+    return file
+
+
+def facts_of(folder):
+    """A run's config.json, or an empty dictionary where there is none that can be read."""
+    try:
+        facts = json.loads((folder / "config.json").read_text())
+        return facts if isinstance(facts, dict) else {}
+    except (OSError, ValueError):
+        return {}  # another program's, or half written
 
 
 def launch():
     """What torchrun's restarts of one launch have in common, or None without torchrun."""
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return None
-    return f"{os.environ['TORCHELASTIC_RUN_ID']}-{os.getppid()}"
+    try:
+        began = Path(f"/proc/{os.getppid()}/stat").read_text().rpartition(")")[2].split()[19]  # proc(5): starttime
+    except OSError:
+        began = ""  # not Linux
+    return f"{os.environ['TORCHELASTIC_RUN_ID']}-{os.getppid()}-{began}"
 
 
 def restarted_run(config):
     """The name of the run that this launch of torchrun began before it restarted its processes, or None."""
     if not int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)):
         return None
-    for path in Path(config.log_dir).glob("*/config.json"):
-        try:
-            if json.loads(path.read_text()).get("launch") == launch():
-                return path.parent.name
-        except (OSError, ValueError):
-            continue  # another program's, or half written
-    return None
+    folders = [path.parent for path in Path(config.log_dir).glob("*/config.json")]
+    return next((folder.name for folder in folders if facts_of(folder).get("launch") == launch()), None)
 
 
 def differences(config, training):
@@ -72,19 +122,24 @@ def differences(config, training):
     return [
         f"{name} is {value}, the checkpoint was made with {before[name]}"
         for name, value in vars(config).items()
-        if name not in FREE and name in before and before[name] != value
+        if (name not in FREE or (name == "micro_batch_size" and config.batch_warmup_steps))
+        and name in before
+        and before[name] != value
     ]
 
 
 def restore(folder, training, model, optimizer, scaler, loader, ranks):
     """Put everything but the weights, which load_model has loaded, where training left it.
 
-    Raises UserError for data in another order.
+    Raises UserError for data in another order, or state of another model.
     """
     loader.restore(training["loader"])
     if training["scaler"] and scaler.is_enabled():
         scaler.load_state_dict(training["scaler"])
     state = load_file(Path(folder) / checkpoint.STATE)
+    names = [f"{moment}.{name}" for name, _ in model.named_parameters() for moment in checkpoint.MOMENTS]
+    if missing := {"adamw_steps", *names} - state.keys():
+        raise UserError(f"{folder} has no {min(missing)}: its {checkpoint.STATE} is another model's")
     for name, parameter in model.named_parameters():
         own = optimizer.state[parameter]
         # where AdamW itself has it: on the device when it is fused

@@ -47,19 +47,19 @@ def main():
     resumed = resume.find(config, ranks)
     start_from = resumed or config.init_from
     pretrained = None if start_from == "scratch" else checkpoint.load_config(start_from)
-    config, reasons = resolve(config, ranks, pretrained, resumed)
-    training = None
+    training = checkpoint.read_training(resumed) if resumed else None
+    if config.deterministic:
+        be_deterministic()  # before cuDNN makes its plans
+    config, reasons = resolve(config, ranks, pretrained, resumed, training["step"] if resumed else 0)
     if resumed:
-        training = checkpoint.read_training(resumed)
         reasons += [f"resumed from {resumed}", *resume.differences(config, training)]
+        if training["step"] >= config.max_steps:
+            reasons.append(f"nothing is left to do at step {training['step']}: a larger --max_steps goes on")
     device = ranks.device
     B, T = config.micro_batch_size, config.seq_len
 
     # tf32: float32 products on tensor cores, with 10 bits of mantissa for 23 (autocast leaves none in float32)
     torch.set_float32_matmul_precision("high" if config.tf32 else "highest")
-
-    if config.deterministic:
-        be_deterministic()
 
     # autocast: products and attention in 16 bits, twice tf32's rate and half its bytes; weights stay float32
     if config.autocast == "off":
@@ -171,16 +171,19 @@ def main():
 
         evaluated = evaluated or not stopping
 
-        # not while steps are bad, if there will be others: what made them so may be in the weights
-        ending = last or (stopping and config.checkpoint_every > 0)
-        pending = step > saved and (pending or ending or due(step, config.max_steps, config.checkpoint_every))
-        if config.checkpoint_every and pending and (ending or not bad_steps):
+        # not while steps are bad: what made them so may be in the weights
+        healthy = not bad_steps and math.isfinite(val_loss or 0)
+        pending = step > saved and (pending or last or stopping or due(step, config.max_steps, config.checkpoint_every))
+        if config.checkpoint_every and pending and healthy:
+            if log:
+                writer.wait()
             tensors = checkpoint.snapshot(model, optimizer, ranks)
             saved, pending = step, False
             if log:
                 facts = dict(step=step, tokens=tokens, evaluated=evaluated, val_loss=val_loss, run=log.facts)
                 facts |= dict(loader=loader_state, scaler=scaler.state_dict())
-                print(f"step {step:5d}/{config.max_steps} | checkpoint {writer.start(model, tensors, facts)}")
+                folder = writer.start(model, tensors, facts)
+                print(f"step {step:5d}/{config.max_steps} | checkpoint {folder}")
 
         if last or stopping:
             break
@@ -216,7 +219,8 @@ def main():
         end = time.perf_counter()
 
         norm = norm.item()
-        bad = not math.isfinite(loss if scaler.is_enabled() else loss + norm)  # fp16 finds its scale by overflowing
+        # fp16 finds its scale by overflowing; one below 1 was not found
+        bad = not math.isfinite(loss if scaler.is_enabled() and scaler.get_scale() >= 1 else loss + norm)
         bad_steps = bad_steps + 1 if bad else 0
         step_tokens = micro_steps * B * T * ranks.world_size
         tokens += step_tokens
@@ -241,17 +245,19 @@ def main():
     if log:
         writer.wait()
         kept = next(iter(checkpoint.checkpoints(log.folder)), None)
+        newest = f"the newest checkpoint is {kept}" if kept else "there is no checkpoint"
         if bad_steps >= config.max_bad_steps:
             log.close(finished=False)
             raise UserError(
-                f"the loss or the gradient was not finite in {bad_steps} steps in a row; "
-                + (f"the last good checkpoint is {kept}" if kept else "there is no checkpoint")
-                + "; try a lower --lr"
+                f"the loss or the gradient was not finite in {bad_steps} steps in a row; {newest}; try a lower --lr"
             )
+        if config.checkpoint_every and (saved < step or writer.failed):
+            log.close(finished=False)
+            raise UserError(f"step {step} is not saved; {newest}; the same command with this --run_name goes on")
         if stopping:
             print(
                 f"{interrupt.name or 'stopped'}: stopped before step {step}; "
-                + (f"--resume auto --run_name {config.run_name} goes on from {kept}" if kept else "nothing is saved")
+                + (f"--resume auto --run_name {config.run_name} goes on from {kept}" if kept else "no checkpoint")
             )
         if len(val_losses) > 1:
             print(f"validation loss {val_losses[0]:.4f} -> {val_losses[-1]:.4f} in {step} steps, {tokens:,} tokens")

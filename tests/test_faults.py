@@ -1,5 +1,6 @@
 """Nothing lost: trainings that are killed, stopped, starved of disk, or go wrong, and what is left of them."""
 
+import dataclasses
 import filecmp
 import json
 import os
@@ -15,6 +16,8 @@ import torch
 from conftest import ROOT, TINY, expect_error, logged, metrics
 
 import cli
+import resume
+from config import Config
 
 EVERY_3 = ("--checkpoint_every", 3, "--val_every", 4)
 ENVIRONMENT = dict(os.environ, OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1")
@@ -142,7 +145,7 @@ def test_a_full_disk_leaves_the_checkpoint_before(tmp_path, corpus, train):
         text=True,
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)),
     )
-    assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
+    expect_error(done, "step 7 is not saved", "newest checkpoint is log/full/checkpoint_000003")
     assert done.stdout.count("the checkpoint was not written") == 2 and "checkpoint_000003 is the last" in done.stdout
     assert [path.name for path in run.glob("checkpoint_*")] == ["checkpoint_000003"]
     assert logged(run) == logged(whole)
@@ -171,9 +174,9 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(train):
     whole = train("whole", *EVERY_3, "--max_steps", 7, drop="--checkpoint_every --val_every --max_steps")
     shutil.rmtree(run)
     shutil.copytree(whole, run)
-    for step, name, content in ((7, "model.safetensors", b"xx"), (6, "training.json", b"{")):
+    for step, name in ((7, "model.safetensors"), (6, "config.json")):
         path = run / f"checkpoint_{step:06d}" / name
-        path.write_bytes(path.read_bytes()[:-100] + content if step == 7 else content)
+        path.write_bytes(path.read_bytes()[:-100])
     text = (
         train("damaged", *EVERY_3, "--max_steps", 7, drop="--checkpoint_every --val_every --max_steps") / "output.txt"
     ).read_text()
@@ -187,7 +190,7 @@ def test_steps_that_are_not_finite_are_skipped_and_then_end_the_run(train):
     good = train("wild", "--lr", 1e-3, "--max_steps", 2, "--checkpoint_every", 1, drop=drop)
     wild = ("--lr", 1e30, "--grad_clip", 0, "--max_steps", 50, "--max_bad_steps", 4, "--checkpoint_every", 1)
     done = train("wild", *wild, drop=drop, fails=True)
-    expect_error(done, "4 steps in a row", "the last good checkpoint is log/wild/checkpoint_000003", "--lr")
+    expect_error(done, "4 steps in a row", "the newest checkpoint is log/wild/checkpoint_000003", "--lr")
     assert done.stdout.count("not finite, skipped") == 4
     assert max(path.name for path in good.glob("checkpoint_*")) == "checkpoint_000003"  # of the first wild step
 
@@ -237,3 +240,27 @@ def test_resuming_does_not_write_over_another_run(train):
     done = train("other", "--resume", one / "checkpoint_000002", fails=True)
     expect_error(done, "other already holds a run")
     assert (other / "log.txt").read_text() == before
+
+
+def test_a_branch_goes_on_by_its_own_command(train):
+    drop = "--checkpoint_every --max_steps"
+    one = train("one", "--checkpoint_every", 1, "--max_steps", 3, drop=drop)
+    arguments = ("--checkpoint_every", 1, "--resume", one / "checkpoint_000002")
+    branch = train("branch", *arguments, "--max_steps", 4, drop=drop)
+    text = (train("branch", *arguments, "--max_steps", 5, drop=drop) / "output.txt").read_text()
+    assert "resumed from log/branch/checkpoint_000004" in text
+    assert [row["step"] for row in metrics(branch)] == [2, 3, 4]
+
+
+def test_torchruns_restart_finds_the_run_that_it_began(tmp_path, monkeypatch):
+    """Not another of its name or number, and not one of an earlier launch."""
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    config = Config(log_dir=str(tmp_path))
+    for name, launch in (("old", "none-1-1"), ("mine", resume.launch())):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps(dict(launch=launch)))
+    assert resume.run_before(config) == (None, False)  # the first start
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert resume.run_before(config) == ("mine", True)
+    named = dataclasses.replace(config, run_name="old", resume="never")
+    assert resume.run_before(named) == ("old", False)
