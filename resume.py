@@ -19,9 +19,7 @@ FREE = set(
     "sample_every checkpoint_every keep_checkpoints max_bad_steps wandb wandb_project wandb_group peak_tflops ladder "
     "rungs ladder_steps profile".split()
 )
-
-
-LOCK = "lock"
+LOCK = "lock"  # in the run's folder; see lock()
 
 
 def find(config, ranks):

@@ -152,13 +152,13 @@ def test_a_full_disk_leaves_the_checkpoint_before(tmp_path, corpus, train):
 
 
 def test_a_rank_that_dies_is_replaced(tmp_path, corpus, train):
-    whole = train("whole", *EVERY_3, "--max_steps", 60, ranks=2, drop="--checkpoint_every --val_every --max_steps")
-    process = start(tmp_path, "restarted", steps=60, ranks=2, launcher=["--max-restarts=4"])
+    whole = train("whole", *EVERY_3, "--max_steps", 24, ranks=2, drop="--checkpoint_every --val_every --max_steps")
+    process = start(tmp_path, "restarted", steps=24, ranks=2, launcher=["--max-restarts=4"])
     os.kill(children(process)[0], signal.SIGKILL)
     out, err = process.communicate(timeout=120)
     assert process.returncode == 0, err
     assert "resumed from log/restarted/checkpoint_" in out
-    same(tmp_path / "log" / "restarted", whole, 60)
+    same(tmp_path / "log" / "restarted", whole, 24)
 
 
 def test_a_rank_that_dies_ends_the_others(tmp_path, corpus):
