@@ -203,7 +203,7 @@ def newest(folder, ranks):
         found = checkpoints(folder)
         for path in found:
             try:
-                read_verified(path)
+                verify(path)
                 return path.name
             except UserError as error:
                 print(f"{error}: looking for the one before")
@@ -225,7 +225,7 @@ def read_training(folder):
         raise UserError(f"{folder} is not a checkpoint to resume from: {path.name}: {error.strerror}") from error
     except ValueError as error:
         raise UserError(f"{folder} is damaged: {path.name} is not JSON ({error})") from error
-    kinds = dict(step=int, tokens=int, loader=dict, scaler=dict, run=dict, sha256=dict)
+    kinds = dict(step=int, tokens=int, evaluated=bool, loader=dict, scaler=dict, run=dict, sha256=dict)
     if not (
         isinstance(training, dict)
         and all(isinstance(training.get(name), kind) for name, kind in kinds.items())
@@ -235,10 +235,9 @@ def read_training(folder):
     return training
 
 
-def read_verified(folder):
-    """training.json, after a look at every byte of the tensors. Raises UserError when they are not those written."""
-    training = read_training(folder)
-    for name, expected in training["sha256"].items():
+def verify(folder):
+    """Raises UserError when a file of a checkpoint is not byte for byte what was written."""
+    for name, expected in read_training(folder)["sha256"].items():
         path = Path(folder) / name
         try:
             found = digest(path)
@@ -246,7 +245,6 @@ def read_verified(folder):
             raise UserError(f"{folder} is damaged: {name}: {error.strerror}") from error
         if found != expected:
             raise UserError(f"{folder} is damaged: {name} is not what was written")
-    return training
 
 
 def set_random_state(states, device):

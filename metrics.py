@@ -122,7 +122,7 @@ class RunLog:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             self._lock = lock(self.folder)
-            before = self._run_before(resumed)
+            before = self._facts_before(resumed)
             self.facts = dict(vars(config), world_size=world_size, **environment(device))
             self.facts |= dict(launch=launch(), finished=False)
             self.facts["wandb_id"] = before.get("wandb_id") if training and before else None
@@ -141,7 +141,7 @@ class RunLog:
 
     # ---- the run that this folder has already
 
-    def _run_before(self, resumed):
+    def _facts_before(self, resumed):
         """What config.json says of a run in this folder, or None. Raises UserError when it is not to be touched."""
         if all(path.name == LOCK or path.suffix == ".unfinished" for path in self.folder.iterdir()):
             return None
@@ -167,15 +167,16 @@ class RunLog:
                 continue  # torn by the end of the run before
             if step < training["step"] or (step == training["step"] and stream != "train" and training["evaluated"]):
                 kept.append(line)
-        unfinished = path.with_name(name + ".unfinished")
-        unfinished.write_text("".join(kept))
-        unfinished.rename(path)
+        self._write_whole(path, "".join(kept))
         return open(path, "a", buffering=1)
 
     def _write_facts(self):
-        unfinished = self.folder / "config.json.unfinished"
-        unfinished.write_text(json.dumps(self.facts, indent=2) + "\n")
-        unfinished.rename(self.folder / "config.json")
+        self._write_whole(self.folder / "config.json", json.dumps(self.facts, indent=2) + "\n")
+
+    def _write_whole(self, path, text):
+        unfinished = path.with_name(path.name + ".unfinished")
+        unfinished.write_text(text)
+        unfinished.rename(path)
 
     # ---- wandb: never asks, never stops training
 

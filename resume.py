@@ -34,7 +34,7 @@ def find(config, ranks):
         return None
     path = Path(config.resume)
     if (path / checkpoint.TRAINING).is_file():
-        ranks.on_main(lambda: checkpoint.read_verified(path))
+        ranks.on_main(lambda: checkpoint.verify(path))
         found = path
     else:
         found = checkpoint.newest(path, ranks)

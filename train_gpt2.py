@@ -147,8 +147,9 @@ def main():
 
     while True:
         last = step >= config.max_steps
+        evaluating = not (evaluated or stopping)
 
-        if not (evaluated or stopping) and due(step, config.max_steps, config.val_every):
+        if evaluating and due(step, config.max_steps, config.val_every):
             start = time.perf_counter()
             val_loss = validation_loss(losses_of, val_stream, config, ranks)
             val_losses.append(val_loss)
@@ -156,7 +157,7 @@ def main():
                 text = f"validation loss {val_loss:.4f}"
                 log.evaluation(step, tokens, "val", val_loss, text, time.perf_counter() - start, val_loss=val_loss)
 
-        if hellaswag and not (evaluated or stopping) and due(step, config.max_steps, config.hellaswag_every):
+        if hellaswag and evaluating and due(step, config.max_steps, config.hellaswag_every):
             start = time.perf_counter()
             acc, acc_norm = hellaswag.evaluate(losses_of, ranks)
             if log:
@@ -164,12 +165,12 @@ def main():
                 scores = dict(hellaswag_acc=acc, hellaswag_acc_norm=acc_norm)
                 log.evaluation(step, tokens, "hella", acc_norm, text, time.perf_counter() - start, **scores)
 
-        if log and step > 0 and not (evaluated or stopping) and due(step, config.max_steps, config.sample_every):
+        if log and step > 0 and evaluating and due(step, config.max_steps, config.sample_every):
             with autocast:
                 texts = sample(model, PROMPT, count=4, max_new_tokens=24, seed=config.seed)
             log.samples(step, tokens, texts)
 
-        evaluated = evaluated or not stopping
+        evaluated = evaluated or evaluating
 
         # not while steps are bad: what made them so may be in the weights
         healthy = not bad_steps and math.isfinite(val_loss or 0)
@@ -220,7 +221,8 @@ def main():
 
         norm = norm.item()
         # fp16 finds its scale by overflowing; one below 1 was not found
-        bad = not math.isfinite(loss if scaler.is_enabled() and scaler.get_scale() >= 1 else loss + norm)
+        scale = scaler.get_scale() if scaler.is_enabled() else None
+        bad = not math.isfinite(loss if scale and scale >= 1 else loss + norm)
         bad_steps = bad_steps + 1 if bad else 0
         step_tokens = micro_steps * B * T * ranks.world_size
         tokens += step_tokens
@@ -228,7 +230,6 @@ def main():
         if log:
             steps_timed = step - clock[1]
             seconds_left = (end - clock[0]) / steps_timed * (config.max_steps - step - 1) if steps_timed else None
-            scale = scaler.get_scale() if scaler.is_enabled() else None
             log.train_step(step, tokens, loss, lr, norm, end - start, step_tokens, seconds_left, scale, bad_steps)
         if tracer:
             tracer.step()

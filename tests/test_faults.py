@@ -4,6 +4,7 @@ import dataclasses
 import filecmp
 import json
 import os
+import random
 import resource
 import shutil
 import signal
@@ -13,7 +14,7 @@ import time
 
 import pytest
 import torch
-from conftest import ROOT, TINY, expect_error, logged, metrics
+from conftest import FORKS, ROOT, TINY, expect_error, logged, metrics, run_script
 
 import cli
 import resume
@@ -66,16 +67,30 @@ def children(process):
 
 def test_killed_at_50_random_moments(train, corpus, tmp_path):
     """Also inside of checkpoints: every run ends as if nothing had happened."""
-    flags = [*longer(40), "--data_dir", str(corpus), *map(str, EVERY_3)]
-    command = [sys.executable, str(ROOT / "tests" / "kill.py"), "log", "50", "7", *flags]
-    done = subprocess.run(command, cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True, timeout=400)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count("\nkilled") + 1 == 50 and "in a checkpoint" in done.stdout, done.stdout
+    script, flags = str(ROOT / "train_gpt2.py"), [*longer(40), "--data_dir", str(corpus), *map(str, EVERY_3)]
+    outputs = [tmp_path / "out.txt", tmp_path / "err.txt"]
+    moments = random.Random(7)
+    runs = killed = in_checkpoints = 0
+    while True:
+        run = tmp_path / "log" / f"killed-{runs}"
+        arguments = (script, [*flags, "--run_name", run.name], tmp_path, outputs)
+        process = FORKS.Process(target=run_script, args=arguments)
+        process.start()
+        process.join(moments.uniform(0, 2.0) if killed < 50 else 120)
+        if process.exitcode is None:
+            process.kill()
+            process.join()
+            killed += 1
+            in_checkpoints += any(run.glob("checkpoint_*.unfinished"))
+            continue
+        assert process.exitcode == 0, outputs[1].read_text()
+        runs += 1
+        if killed >= 50:
+            break
+    assert in_checkpoints
     whole = train("whole", *EVERY_3, "--max_steps", 40, drop="--checkpoint_every --val_every --max_steps")
-    runs = list((tmp_path / "log").glob("killed-*/"))
-    assert runs
-    for run in runs:
-        same(run, whole, 40)
+    for i in range(runs):
+        same(tmp_path / "log" / f"killed-{i}", whole, 40)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -103,7 +118,7 @@ def test_resumed_with_other_micro_batches_and_ranks(train):
         assert [row["step"] for row in metrics(run)] == list(range(3, 9))
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP])
 def test_a_signal_saves_and_ends_well(tmp_path, corpus, train, number):
     process = start(tmp_path, "stopped", steps=5000)
     process.send_signal(number)

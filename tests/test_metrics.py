@@ -1,6 +1,7 @@
 import json
 import math
 import subprocess
+from pathlib import Path
 
 import pytest
 import torch
@@ -187,3 +188,11 @@ def test_spikes_are_marked(tmp_path, capsys):
     log.train_step(30, 100, 4.0, 1e-4, 1.0, 0.5, 100, None)
     lines = capsys.readouterr().out.splitlines()
     assert "spike" in lines[-1] and not any("spike" in line for line in lines[:-1])
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+def test_a_log_on_a_full_disk_stops_the_run_in_one_line(tmp_path):
+    log = make_log(tmp_path)
+    log.log_txt = open("/dev/full", "w", buffering=1)
+    with pytest.raises(UserError, match="cannot write the log in .*No space left on device.*stopped at step 3"):
+        log.train_step(3, 100, 3.0, 1e-4, 1.0, 0.5, 100, None)
