@@ -102,8 +102,8 @@ def test_validation_is_the_mean_over_its_tokens(train, corpus):
 
 
 COUNT_REDUCTIONS = """
-import sys
 import os
+import time
 import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 import parallel, train_gpt2
@@ -118,8 +118,17 @@ def wrap(model, ranks, wrap=parallel.wrap_ddp):
     return ddp
 parallel.wrap_ddp = wrap
 train_gpt2.main()
-threads = [open(f"/proc/self/task/{task}/comm").read() for task in os.listdir("/proc/self/task")]
-assert not [name for name in threads if "gloo_run" in name]  # one that outlives Python's end aborts the process
+def gloo_threads():
+    for task in os.listdir("/proc/self/task"):
+        try:
+            with open(f"/proc/self/task/{task}/comm") as file:
+                yield from (name for name in file if "gloo_run" in name)
+        except OSError:  # it has just ended
+            pass
+until = time.monotonic() + 10  # a thread that has been joined is listed for a moment more
+while any(gloo_threads()):  # one that outlives Python's end aborts the process
+    assert time.monotonic() < until, list(gloo_threads())
+    time.sleep(0.01)
 os.write(1, f"reductions {count}\\n".encode())  # in one piece: the other rank writes to the same pipe
 """
 
