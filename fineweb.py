@@ -117,7 +117,6 @@ def write_shards(pieces, out, shard_size, index=0, whole=lambda index, left: Non
     filled = 0
 
     def write():
-        out.mkdir(parents=True, exist_ok=True)
         write_shard(out / f"edufineweb_{'train' if index else 'val'}_{index:06d}.npy", shard[:filled])
 
     for piece in pieces:
@@ -149,16 +148,16 @@ def read_progress(out, source):
     Raises UserError for a folder that has other shards.
     """
     path = Path(out) / UNFINISHED
-    start = dict(source=source, index=0, tokens=0, state=None, skip=0)
+    start = dict(source=source, index=0, state=None, skip=0)
     try:
         if path.exists():
             progress = json.loads(path.read_text())
-            if progress["source"] != source and progress["index"] == 0:
+            if progress["source"] == source:
+                return progress
+            if progress["index"] == 0:
                 return start
-            if progress["source"] != source:
-                was = ", ".join(f"--{name} {value}" for name, value in progress["source"].items() if value is not None)
-                raise UserError(f"{out} was begun with {was}: go on with these, choose another --out, or delete it")
-            return progress
+            was = ", ".join(f"--{name} {value}" for name, value in progress["source"].items() if value is not None)
+            raise UserError(f"{out} was begun with {was}: go on with these, choose another --out, or delete it")
         if old := sorted(Path(out).glob("*.npy")):
             raise UserError(f"{out} already holds {len(old)} shards: choose another --out, or delete them")
         return start
@@ -193,13 +192,14 @@ def main():
             f"such as {max(1, flags.max_tokens // 10)}"
         )
     get_tokenizer()
+    before = progress["index"] * flags.shard_size  # tokens that are in shards already
     states = collections.deque()  # of the pieces that are being tokenized, in order
     present = None  # that of the piece that is being written
 
     def pieces():
         nonlocal present
         skip = progress["skip"]
-        room = (flags.max_tokens or float("inf")) - progress["tokens"]
+        room = (flags.max_tokens or float("inf")) - before
         for tokens in tokenize_in_parallel(read_documents(flags, progress["state"], states), workers):
             if present is None:
                 write_progress(flags.out, progress)
@@ -211,14 +211,11 @@ def main():
                 return
 
     def whole(index, left):
-        tokens = index * flags.shard_size
-        write_progress(
-            flags.out,
-            dict(source=source, index=index, tokens=tokens, state=present["state"], skip=present["end"] - left),
-        )
+        state, skip = present["state"], present["end"] - left
+        write_progress(flags.out, dict(source=source, index=index, state=state, skip=skip))
 
     expected = flags.max_tokens or (SUBSET_TOKENS.get(flags.subset) if flags.input is None else None)
-    bar = tqdm(total=expected, initial=progress["tokens"], unit="tok", unit_scale=True, desc=flags.out, mininterval=0.5)
+    bar = tqdm(total=expected, initial=before, unit="tok", unit_scale=True, desc=flags.out, mininterval=0.5)
     with bar:
         try:
             for size in write_shards(pieces(), flags.out, flags.shard_size, progress["index"], whole):
