@@ -16,7 +16,7 @@ from tqdm import trange
 
 import parallel
 from cli import UserError, parse, run
-from config import MODEL_SWITCHES, SETTLING_STEPS, Config, defaults, resolve
+from config import MODEL_SWITCHES, SETTLING_STEPS, Config, check_given, defaults, resolve
 from device import be_deterministic
 from metrics import flops_per_token, peak_memory, peak_tflops
 from model import GPT, GPTConfig
@@ -44,6 +44,7 @@ def main():
     if config.deterministic:
         be_deterministic()  # before cuDNN makes its plans
     config, reasons = resolve(config, ranks)
+    check_given(sys.argv, reasons)
     if config.autocast == "fp16":
         raise UserError("bench.py does not scale gradients: use --autocast off")
     device, B, T = ranks.device, config.micro_batch_size, config.seq_len

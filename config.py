@@ -186,14 +186,18 @@ def defaults(arguments):
         return Config()
     if "--demo" in arguments:
         return dataclasses.replace(DEMO, compile="--ladder" in arguments)
-    given = {argument.split("=")[0] for argument in arguments}
     if (
         "--ladder" in arguments
-        and not {"--data_dir", "--device", "--model", "--init_from"} & given
+        and not {"data_dir", "device", "model", "init_from"} & given(arguments)
         and not torch.cuda.is_available()
     ):
         return dataclasses.replace(DEMO, compile=True)
     return Config()
+
+
+def given(arguments):
+    """The names of the flags on a command line, in which tyro takes - for _ too."""
+    return {flag.partition("=")[0][2:].replace("-", "_") for flag in arguments if flag.startswith("--")}
 
 
 def flags(config):
@@ -288,6 +292,14 @@ def resolve(config, ranks, pretrained=None, resumed=None, step=0):
         kind = "demo" if new.demo else new.model if new.init_from == "scratch" else Path(new.init_from).name
         new.run_name = f"{kind}-{time.strftime('%Y%m%d-%H%M%S')}"
     return new, reasons
+
+
+def check_given(arguments, reasons):
+    """Raises UserError for a flag on the command line that does nothing on this device: one of resolve's reasons."""
+    for reason in reasons:
+        name, off, why = reason.partition(" is off: ")
+        if off and name in given(arguments):
+            raise UserError(f"--{name} does nothing here: {why}; leave it out")
 
 
 def check_bounds(config):

@@ -51,13 +51,11 @@ def open_shards(data_dir, split):
 
 def open_shard(path):
     try:
-        shard = np.load(path, mmap_mode="r")
+        shard = np.lib.format.open_memmap(path, mode="r")
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}") from error
-    except (ValueError, EOFError, SyntaxError, tokenize.TokenError) as error:  # the last two of a header that is text
+    except (ValueError, SyntaxError, tokenize.TokenError) as error:  # the last two of a header that is text
         raise UserError(f"{path} is not a shard: {error}; delete it and make it again") from error
-    if not isinstance(shard, np.ndarray):
-        raise UserError(f"{path} is not a shard but an archive: delete it and make it again")
     if shard.dtype != np.uint16 or shard.ndim != 1 or shard.size == 0:
         raise UserError(
             f"{path} is not a shard: {shard.dtype} of shape {shard.shape}, but it must be uint16, one-dimensional and "

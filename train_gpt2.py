@@ -23,7 +23,7 @@ import parallel
 import profiler
 import resume
 from cli import UserError, parse, run
-from config import MODEL_SWITCHES, Config, defaults, resolve
+from config import MODEL_SWITCHES, Config, check_given, defaults, resolve
 from data import Loader, TokenStream, open_shards
 from device import be_deterministic
 from hellaswag import HellaSwag, load_items
@@ -51,6 +51,7 @@ def main():
     if config.deterministic:
         be_deterministic()  # before cuDNN makes its plans
     config, reasons = resolve(config, ranks, pretrained, resumed, training["step"] if resumed else 0)
+    check_given(sys.argv, reasons)
     if resumed:
         reasons += [f"resumed from {resumed}", *resume.differences(config, training)]
         if training["step"] >= config.max_steps:

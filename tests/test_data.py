@@ -137,13 +137,15 @@ def bad_shards(folder):
     yield "(10, 10)", lambda: np.save(path, good.reshape(10, 10))
     yield "not empty", lambda: np.save(path, good[:0])
     yield "cannot read", lambda: path.mkdir()
-    yield "not a shard", lambda: path.write_bytes(b"hello")
+    yield "magic string", lambda: path.write_bytes(b"hello")
+    yield "magic string", lambda: np.savez(path.open("wb"), good)
+    yield "Python objects", lambda: np.save(path, np.array([{}]))
     yield "not a shard", lambda: path.write_bytes(b"")
     yield "token 50257", lambda: np.save(path, good + np.uint16(50158))
     yield "not a shard", lambda: (np.save(path, good), path.write_bytes(path.read_bytes()[:150]))
 
 
-@pytest.mark.parametrize("case", range(9))
+@pytest.mark.parametrize("case", range(11))
 def test_bad_shards_are_named(tmp_path, case):
     words, make = list(bad_shards(tmp_path))[case]
     make()
