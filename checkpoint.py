@@ -19,7 +19,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from cli import UserError
-from model import GPT
+from model import GPT, to_host
 from tokenizer import VOCAB_SIZE, save_tokenizer
 
 MOMENTS = ("exp_avg", "exp_avg_sq")  # AdamW's
@@ -43,7 +43,7 @@ def snapshot(model, optimizer, ranks):
         state["adamw_steps"] = own["step"]  # the same for all
         for moment in MOMENTS:
             state[f"{moment}.{name}"] = without_padding(name, own[moment], model)
-    state = {name: tensor.detach().to("cpu", copy=True) for name, tensor in state.items()}
+    state = {name: to_host(tensor.detach()) for name, tensor in state.items()}
     return model.to_hugging_face(), state
 
 

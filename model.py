@@ -315,8 +315,7 @@ class GPT(nn.Module):
                 weight = weight[: self.config.vocab_size]
             if name.endswith(TRANSPOSED):
                 weight = weight.t()
-            copy = torch.empty_like(weight, device="cpu", memory_format=torch.contiguous_format)
-            weights[name] = copy.copy_(weight.contiguous())
+            weights[name] = to_host(weight.contiguous())
         return weights
 
     @torch.no_grad()
@@ -340,6 +339,11 @@ class GPT(nn.Module):
                     f"{name} is {tuple(weight.shape)} in the weights, {tuple(parameter.shape)} in the model"
                 )
             parameter.copy_(weight)
+
+
+def to_host(tensor):
+    """A copy in host memory, page-locked if it comes from a GPU, which then writes it itself, several times faster."""
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda).copy_(tensor)
 
 
 def find_file(name, file):
