@@ -93,8 +93,8 @@ class Config:
     packed_attention: bool = True
     """Flash attention through cuDNN's front end, which leaves the gradients of q, k and v side by side."""
     fp8: bool = False
-    """The blocks' products in 8-bit floating point (with --fused_loss the head's, too), for Hopper and newer. The loss
-    then differs by more than rounding does in bf16."""
+    """The blocks' products in 8-bit floating point, for Hopper and newer. The loss then differs by more than rounding
+    does in bf16."""
 
     lr: float = 6e-4
     """Highest learning rate."""

@@ -1,10 +1,10 @@
-"""The blocks' matrix products in 8-bit floating point: forward, and both gradients. And the fused head's, in forward.
+"""The blocks' matrix products in 8-bit floating point: forward, and both gradients.
 
 Tensor cores multiply float8 at twice the rate of bf16. It has 3 bits after the leading one and a range of 2^18, so
 every tensor is divided by a scale first. A weight's comes from the weight itself, once a step. An activation's or a
 gradient's comes from the largest values of the step before, so that whatever makes it can write it in 8 bits at once
 (delayed scaling: Micikevicius et al. 2022, "FP8 Formats for Deep Learning"; NVIDIA's Transformer Engine). Embedding,
-attention, LayerNorm and residual stream stay as they are; so do AdamW's weights, gradients, and evaluations.
+head, attention, LayerNorm and residual stream stay as they are; so do AdamW's weights, gradients, and evaluations.
 
 A product on Hopper reads both factors along the summed dimension, and each tensor is summed over two dimensions, one in
 forward and one in backward. So whatever is cast is written twice, as it is and transposed, by one kernel.
@@ -201,7 +201,7 @@ class MLP(Float8):
 
 
 def convert(model, targets):
-    """Let a GPT's blocks, and with fused_loss its head's forward, compute in 8 bits.
+    """Let a GPT's blocks compute in 8 bits.
 
     The model is on its device; what trains it is a mean over `targets` in the first step.
     """
@@ -210,7 +210,6 @@ def convert(model, targets):
         block.attn.c_attn = Linear(block.attn.c_attn, gradient)
         block.attn.c_proj = Linear(block.attn.c_proj, gradient)
         block.mlp = MLP(block.mlp, gradient)
-    model.fp8_head = model.config.pad_vocab  # tensor cores want a multiple of 16 words
     quantize_weights(modules(model))
 
 

@@ -71,28 +71,20 @@ def cross_entropy_(logits, targets, vocab_size):
 
 @torch.library.custom_op("gpt2::head_loss", mutates_args=())
 def head_loss(
-    x: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, vocab_size: int, chunks: int, fp8: bool
+    x: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, vocab_size: int, chunks: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The summed cross-entropy of the logits x weightᵀ, and its gradients to x and weight, in one go.
 
     x (N, C) in 16 bits or float32, weight (V_padded, C) float32, targets (N,) int64, IGNORED where none. The logits of
     N / chunks rows exist at a time, and are never read again once their gradient has left (as in Liger-Kernel's fused
-    linear cross-entropy, Hsu et al. 2024). With fp8 they are products of 8-bit numbers, scaled by the largest of all;
-    the gradients are not. Returns a float32 scalar, (N, C) as x, (V_padded, C) float32.
+    linear cross-entropy, Hsu et al. 2024). Returns a float32 scalar, (N, C) as x, (V_padded, C) float32.
     """
     cast = weight.to(x.dtype)
     x_gradient = torch.empty_like(x)
     weight_gradient = torch.zeros_like(weight)
     loss = torch.zeros((), dtype=torch.float32, device=x.device)
-    if fp8:
-        scale, weight_scale = scale_of(x), scale_of(weight)
-        weight8 = quantize(weight, weight_scale)[0]
     for rows, part, gradient in zip(x.chunk(chunks), targets.chunk(chunks), x_gradient.chunk(chunks)):
-        if fp8:
-            rows8 = quantize(rows, scale)[0]
-            logits = torch._scaled_mm(rows8, weight8.t(), scale, weight_scale, out_dtype=x.dtype, use_fast_accum=True)
-        else:
-            logits = rows @ cast.t()  # (N / chunks, V_padded)
+        logits = rows @ cast.t()  # (N / chunks, V_padded)
         loss += cross_entropy_(logits, part, vocab_size).sum()
         torch.mm(logits, cast, out=gradient)
         add_product_(weight_gradient, logits, rows)
@@ -100,7 +92,7 @@ def head_loss(
 
 
 @head_loss.register_fake
-def _(x, weight, targets, vocab_size, chunks, fp8):
+def _(x, weight, targets, vocab_size, chunks):
     return x.new_empty((), dtype=torch.float32), torch.empty_like(x), torch.empty_like(weight)
 
 
@@ -112,18 +104,18 @@ def keep_gradients(ctx, inputs, output):
 def scale_gradients(ctx, gradient, *_):
     """The loss came with its gradients: they only wait for the factor that the loss is multiplied with."""
     x_gradient, weight_gradient = ctx.saved_tensors
-    return x_gradient * gradient, weight_gradient * gradient, None, None, None, None
+    return x_gradient * gradient, weight_gradient * gradient, None, None, None
 
 
 head_loss.register_autograd(scale_gradients, setup_context=keep_gradients)
 
 
-def mean_loss(x, weight, targets, vocab_size, fp8=False):
+def mean_loss(x, weight, targets, vocab_size):
     """The mean cross-entropy in nats of the logits x weightᵀ over all targets but IGNORED; x (B, T, C)."""
     if torch.is_autocast_enabled(x.device.type):
         x = x.to(torch.get_autocast_dtype(x.device.type))
     chunks = -(-targets.numel() // ROWS_OF_LOGITS)
-    total = head_loss(x.flatten(0, 1).contiguous(), weight, targets.flatten().contiguous(), vocab_size, chunks, fp8)[0]
+    total = head_loss(x.flatten(0, 1).contiguous(), weight, targets.flatten().contiguous(), vocab_size, chunks)[0]
     return total / (targets != IGNORED.value).sum()
 
 
@@ -235,11 +227,6 @@ def quantize(x, scale, peak=None, column_sums=False, out=None):
         x, x8, words(x8_t), scale, peak, sums, N, N // 4, C, SUM=column_sums, ROWS=rows, BLOCK=block, num_warps=4
     )
     return x8, x8_t, sums.sum(0) if column_sums else None
-
-
-def scale_of(x):
-    """The scale, a float32 scalar, that makes x's largest absolute value float8_e4m3fn's."""
-    return torch.linalg.vector_norm(x, float("inf"), dtype=torch.float32) / torch.finfo(torch.float8_e4m3fn).max
 
 
 def float8_pair(x):

@@ -142,7 +142,6 @@ class GPT(nn.Module):
                 f"n_embd {config.n_embd} cannot be divided into n_head {config.n_head} heads of equal width"
             )
         self.config = config
-        self.fp8_head = False  # with fused_loss, logits from 8-bit numbers; fp8.convert turns it on
         with torch.device("meta"):  # shapes only: init_weights draws each weight, once
             self.transformer = nn.ModuleDict(
                 dict(
@@ -200,8 +199,7 @@ class GPT(nn.Module):
         # fused_loss: logits exist for a part of the batch at a time, and the pass over them that finds the loss leaves
         # the gradient in their place
         if self.config.fused_loss and targets is not None and reduction == "mean":
-            fp8 = self.fp8_head and torch.is_grad_enabled()
-            return kernels.mean_loss(x, self.transformer.wte.weight, targets, self.config.vocab_size, fp8)
+            return kernels.mean_loss(x, self.transformer.wte.weight, targets, self.config.vocab_size)
         # pad_vocab: the head's product, the largest of all, has 50304 columns, a multiple of 128 that tensor-core tiles
         # divide. The padding takes no part in the softmax, since its logits are -inf: a bias says so for nothing, while
         # to cut them off here would copy all logits (7% of a step on an H200).

@@ -137,6 +137,8 @@ def main():
     saved = step  # the last step that a checkpoint has; there is nothing to save before the first
     pending = False  # a checkpoint is due, and waits for a step that is not bad
     writer = checkpoint.Writer(log.folder, config.keep_checkpoints, step) if log else None
+    if config.checkpoint_every and device.type == "cuda":
+        checkpoint.snapshot(model, optimizer, ranks)  # page-locked memory takes its time now, not at a checkpoint
     evaluated = resumed and training["evaluated"]  # this step has been, before the run was resumed
     val_losses = []
     bad_steps = 0  # in a row
@@ -186,6 +188,7 @@ def main():
                 facts |= dict(loader=loader_state, scaler=scaler.state_dict())
                 folder = writer.start(model, tensors, facts)
                 print(f"step {step:5d}/{config.max_steps} | checkpoint {folder}")
+            del tensors  # once they are written, the next take their memory
 
         if last or stopping:
             break

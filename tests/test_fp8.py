@@ -25,13 +25,13 @@ def models(**options):
     return *result, x, y
 
 
-@pytest.mark.parametrize("fused_loss, pad_vocab", [(False, True), (True, True), (True, False)])
-def test_the_same_model_to_three_bits(fused_loss, pad_vocab, monkeypatch):
-    """The head is in 8 bits too where it is fused, and its table's rows are a multiple of 16."""
+@pytest.mark.parametrize("fused_loss", [False, True])
+def test_the_same_model_to_three_bits(fused_loss, monkeypatch):
+    """All products of the blocks are in 8 bits, and no other."""
     products = []
     real = torch._scaled_mm
     monkeypatch.setattr(torch, "_scaled_mm", lambda *args, **kwargs: products.append(args[0]) or real(*args, **kwargs))
-    plain, small, x, y = models(fused_loss=fused_loss, pad_vocab=pad_vocab)
+    plain, small, x, y = models(fused_loss=fused_loss)
     names = [name for name, _ in plain.named_parameters()]
     assert sorted(names) == sorted(name for name, _ in small.named_parameters())
     assert small.state_dict().keys() == plain.state_dict().keys()
@@ -43,7 +43,7 @@ def test_the_same_model_to_three_bits(fused_loss, pad_vocab, monkeypatch):
             assert (found[name] - gradients[name]).norm() < 0.35 * gradients[name].norm(), name
         fp8.follow(small, 1)
         small.zero_grad()
-    assert len(products) == 2 * (12 * SIZES["n_layer"] + (fused_loss and pad_vocab))
+    assert len(products) == 2 * 12 * SIZES["n_layer"]
 
 
 def test_a_step_gone_wrong_leaves_the_scales():
