@@ -6,10 +6,8 @@ written, and then renamed. Nothing in it can execute when it is loaded.
 """
 
 import contextlib
-import hashlib
 import json
 import math
-import os
 import shutil
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -19,6 +17,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from cli import UserError
+from files import digest, flush_to_disk
 from model import GPT, to_host
 from tokenizer import VOCAB_SIZE, save_tokenizer
 
@@ -92,22 +91,6 @@ def write(folder, model, weights, state, training):
     unfinished.rename(folder)
     flush_to_disk(folder.parent)
     return folder
-
-
-def digest(path):
-    """A file's SHA-256."""
-    result = hashlib.sha256()
-    with open(path, "rb") as file:
-        while block := file.read(2**24):
-            result.update(block)
-    return result.hexdigest()
-
-
-def flush_to_disk(path):
-    """Return when the file, or the folder's list of names, would survive a power failure."""
-    descriptor = os.open(path, os.O_RDONLY)
-    os.fsync(descriptor)
-    os.close(descriptor)
 
 
 class Writer:

@@ -1,86 +1,18 @@
-"""Shards of tokens on disk, the one order in which training reads them, and the loader that feeds a rank.
-
-A shard is a one-dimensional uint16 .npy; every document in it is <|endoftext|> followed by its tokens, and documents
-run on from one shard to the next. This is build-nanogpt's layout.
-"""
+"""The one order in which training reads the tokens of its shards, and the loader that feeds a rank."""
 
 import collections
-import resource
-import tokenize
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import numpy as np
 import torch
 
 from cli import UserError
+from shards import check_ids
 from tokenizer import END_OF_TEXT
 
 # Shards whose documents are shuffled together. A window of the usual 100M-token shards is indexed in about a second
 # and lies in 1.6 GB of page cache; all of FineWeb-Edu 10BT at once would take 20 GB and a full read before step 0.
 SHUFFLE_WINDOW = 8
-
-
-UNFINISHED = "unfinished.json"  # where fineweb.py stands, in the folder that it is filling
-
-
-def open_shards(data_dir, split):
-    """Memory-map every shard of split "train" or "val" in data_dir, in the order of their names.
-
-    Raises UserError when there are none, when more are to come, or when a file is not a shard.
-    """
-    if (Path(data_dir) / UNFINISHED).exists():
-        raise UserError(
-            f"{data_dir} is not finished: run the same fineweb.py command again, it goes on where it was (or delete "
-            f"{Path(data_dir) / UNFINISHED} to train on what is there)"
-        )
-    paths = sorted(Path(data_dir).glob(f"*_{split}_*.npy"))
-    if not paths:
-        raise UserError(
-            f"no {split} shards in {data_dir}: make them from FineWeb-Edu with `python fineweb.py`, "
-            "or try everything on a small corpus with `python train_gpt2.py --demo`"
-        )
-    # a mapped file is an open file: FineWeb-Edu 100BT has as many as the usual limit of 1,024
-    needed = len(paths) + 512
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft < needed and soft != resource.RLIM_INFINITY:
-        soft = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    return [open_shard(path) for path in paths]
-
-
-def open_shard(path):
-    try:
-        shard = np.lib.format.open_memmap(path, mode="r")
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}") from error
-    except (ValueError, SyntaxError, tokenize.TokenError) as error:  # the last two of a header that is text
-        raise UserError(f"{path} is not a shard: {error}; delete it and make it again") from error
-    if shard.dtype != np.uint16 or shard.ndim != 1 or shard.size == 0:
-        raise UserError(
-            f"{path} is not a shard: {shard.dtype} of shape {shard.shape}, but it must be uint16, one-dimensional and "
-            "not empty; delete it and make it again"
-        )
-    check_ids(shard[:65536], path)
-    check_ids(shard[-65536:], path)
-    return shard
-
-
-def check_ids(tokens, path):
-    """Raises UserError for a token that GPT-2's vocabulary does not have."""
-    if len(tokens) and tokens.max() > END_OF_TEXT:
-        raise UserError(
-            f"{path} has token {tokens.max()}, but GPT-2's vocabulary ends with {END_OF_TEXT}: make it again with "
-            "fineweb.py, from text"
-        )
-
-
-def write_shard(path, tokens):
-    """Write tokens (uint16) as a shard, which appears at path whole or not at all."""
-    unfinished = Path(path).with_suffix(".unfinished")
-    with open(unfinished, "wb") as file:
-        np.save(file, tokens)
-    unfinished.rename(path)
 
 
 class TokenStream:

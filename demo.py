@@ -11,8 +11,8 @@ from pathlib import Path
 from tqdm import tqdm
 
 from cli import UserError
-from data import write_shard
-from fineweb import tokenize
+from shards import write_shard
+from tokenizer import tokenize
 
 SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "pydoc_data", "__pycache__"}
 

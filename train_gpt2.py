@@ -24,7 +24,7 @@ import profiler
 import resume
 from cli import UserError, parse, run
 from config import MODEL_SWITCHES, Config, check_given, defaults, resolve
-from data import Loader, TokenStream, open_shards
+from data import Loader, TokenStream
 from device import be_deterministic
 from hellaswag import HellaSwag, load_items
 from interrupt import Interrupt
@@ -32,6 +32,7 @@ from metrics import RunLog, flops_per_token, peak_memory
 from model import GPT, GPTConfig
 from optim import accumulation_steps, learning_rate, make_optimizer
 from sample import sample
+from shards import open_shards
 
 PROMPT = "Hello, I'm a language model,"
 

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from data import write_shard
+from shards import write_shard
 from tokenizer import END_OF_TEXT
 
 if not torch.cuda.is_available():

@@ -7,7 +7,8 @@ from conftest import write_corpus
 
 import data
 from cli import UserError
-from data import Loader, TokenStream, open_shards
+from data import Loader, TokenStream
+from shards import open_shards
 from tokenizer import END_OF_TEXT
 
 

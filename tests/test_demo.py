@@ -2,7 +2,8 @@ import pytest
 
 import demo
 from cli import UserError
-from data import TokenStream, open_shards
+from data import TokenStream
+from shards import open_shards
 
 
 def test_the_corpus_is_the_same_every_time(tmp_path):

@@ -11,7 +11,7 @@ from test_hellaswag import make_items
 from transformers import GPT2LMHeadModel
 
 import checkpoint
-from data import open_shards
+from shards import open_shards
 
 EVALUATE = "--val_every 2 --hellaswag_every 2 --sample_every 2 --checkpoint_every 2 --val_steps 1".split()
 

@@ -1,3 +1,11 @@
+import hashlib
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -5,9 +13,8 @@ import pytest
 from conftest import ROOT, expect_error
 
 from cli import UserError
-from data import open_shards
-from fineweb import tokenize, tokenize_in_parallel, write_shards
-from tokenizer import END_OF_TEXT, get_tokenizer
+from shards import fill_shards, open_shards
+from tokenizer import END_OF_TEXT, get_tokenizer, tokenize
 
 TEXTS = [
     "The mitochondria is the powerhouse of the cell.",
@@ -32,6 +39,18 @@ def write_parquet(path, texts):
     pq.write_table(pa.table(columns), path)
 
 
+@pytest.fixture
+def documents(tmp_path):
+    """TEXTS in three files."""
+    for i in range(3):
+        write_parquet(tmp_path / f"docs{i}.parquet", TEXTS[i * 40 : (i + 1) * 40])
+
+
+def contents(folder):
+    """Every file in a folder: {name: bytes}."""
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
 def test_special_tokens_in_a_text_are_text():
     tokens = tokenize(["<|endoftext|>"])
     assert tokens[0] == END_OF_TEXT and END_OF_TEXT not in tokens[1:]
@@ -39,48 +58,135 @@ def test_special_tokens_in_a_text_are_text():
 
 
 @pytest.mark.parametrize("workers", [1, 3])
-@pytest.mark.parametrize("shard_size", [100, 997, 2000])
-def test_shards_are_the_plain_tokens(tmp_path, workers, shard_size):
-    batches = [TEXTS[i : i + 7] for i in range(0, len(TEXTS), 7)]
-    sizes = list(write_shards(tokenize_in_parallel(batches, workers), tmp_path, shard_size))
+def test_shards_are_the_plain_tokens(command, documents, tmp_path, workers):
+    """Byte for byte what np.save makes of them, whatever the number of workers; the last one is shorter."""
+    done = command("fineweb.py", "--input", "docs*.parquet", "--shard_size", 997, "--workers", workers)
+    assert done.returncode == 0, done.stderr
     expected = plain_tokens(TEXTS)
-    assert sum(sizes) == len(expected)
-    paths = sorted(tmp_path.iterdir(), key=lambda path: path.name[-10:])
-    assert [path.name for path in paths] == [
-        f"edufineweb_{'train' if i else 'val'}_{i:06d}.npy" for i in range(-(-len(expected) // shard_size))
+    found = contents(tmp_path / "edu_fineweb10B")
+    listed = json.loads(found.pop("shards.json"))
+    assert len(found) == len(listed["shards"]) == -(-len(expected) // 997)
+    for i, shard in enumerate(listed["shards"]):
+        tokens = expected[i * 997 : (i + 1) * 997]
+        np.save(tmp_path / "plain.npy", tokens)
+        plain = (tmp_path / "plain.npy").read_bytes()
+        name = f"edufineweb_{'train' if i else 'val'}_{i:06d}.npy"
+        assert found[name] == plain
+        digest = hashlib.sha256(plain).hexdigest()
+        assert shard == dict(name=name, tokens=len(tokens), documents=sum(tokens == END_OF_TEXT), sha256=digest)
+    assert sum(shard["documents"] for shard in listed["shards"]) == len(TEXTS)
+    assert [file["name"] for file in listed["source"]["files"]] == [f"docs{i}.parquet" for i in range(3)]
+
+
+@pytest.mark.parametrize("sizes", [[25], [10, 10, 5], [4, 0, 9, 12], [1] * 25])
+def test_every_shard_says_where_the_next_begins(sizes):
+    tokens = np.arange(25, dtype=np.uint16)
+    pieces = list(enumerate(np.split(tokens, np.cumsum(sizes)[:-1])))
+    shards = list(fill_shards(pieces, 10))
+    assert [shard[0].tolist() for shard in shards] == [list(range(10)), list(range(10, 20)), list(range(20, 25))]
+    assert shards[2][1:] == (None, 0)
+    for i in range(2):
+        _, state, skip = shards[i]
+        again = list(fill_shards(pieces[state:], 10, skip))
+        assert [shard[0].tolist() for shard in again] == [shard[0].tolist() for shard in shards[i + 1 :]]
+
+
+def test_odd_documents(command, tmp_path):
+    """Empty, missing, broken UTF-8, one longer than several shards, and one without a place to split it."""
+    texts = [
+        b"fine",
+        b"",
+        None,
+        "na\u00efve".encode()[:3],
+        b"\xff\xfe<|endoftext|>",
+        b"word " * 2000,
+        b"a" * 200_000,
+        b"end",
     ]
-    for i, path in enumerate(paths):
-        plain = tmp_path.parent / "plain.npy"
-        np.save(plain, expected[i * shard_size : (i + 1) * shard_size])
-        assert path.read_bytes() == plain.read_bytes()
-
-
-def test_a_document_may_span_several_shards(tmp_path):
-    pieces = [np.arange(25, dtype=np.uint16)]
-    assert list(write_shards(pieces, tmp_path, 10)) == [25]
-    assert [len(shard) for shard in open_shards(tmp_path, "train")] == [10, 5]
-
-
-def test_the_command(command, tmp_path):
-    for i in range(3):
-        write_parquet(tmp_path / f"part{i}.parquet", TEXTS[i * 40 : (i + 1) * 40])
-    done = command("fineweb.py", "--input", "part*.parquet", "--out", "shards", "--shard_size", 1000)
+    column = pa.array(texts, pa.binary()).view(pa.string())
+    pq.write_table(pa.table(dict(text=column)), tmp_path / "odd.parquet")
+    done = command("fineweb.py", "--input", "odd.parquet", "--out", "odd", "--shard_size", 500)
     assert done.returncode == 0, done.stderr
-    assert "1 validation shard" in done.stdout and "train_gpt2.py --data_dir shards" in done.stdout
-    shards = [*open_shards(tmp_path / "shards", "val"), *open_shards(tmp_path / "shards", "train")]
-    assert np.array_equal(np.concatenate(shards), plain_tokens(TEXTS))
-    again = command("fineweb.py", "--input", "part*.parquet", "--out", "shards", "--shard_size", 1000)
-    expect_error(again, "already holds", "--out")
+    shards = [*open_shards(tmp_path / "odd", "val"), *open_shards(tmp_path / "odd", "train")]
+    expected = ["fine", "", "", "na\ufffd", "\ufffd\ufffd<|endoftext|>", "word " * 2000, "a" * 200_000, "end"]
+    assert np.array_equal(np.concatenate(shards), plain_tokens(expected))
+    assert command("fineweb.py", "--out", "odd", "--verify").stdout == (
+        f"odd: {len(shards)} files, 8 documents, {len(plain_tokens(expected)):,} tokens, as written\n"
+    )
 
-    done = command("fineweb.py", "--input", "part*.parquet", "--out", "few", "--shard_size", 100, "--max_tokens", 250)
+
+def test_a_shard_that_is_not_what_was_written(command, documents, tmp_path):
+    assert command("fineweb.py", "--input", "docs*.parquet", "--out", "d", "--shard_size", 500).returncode == 0
+    folder = tmp_path / "d"
+    path = folder / "edufineweb_train_000002.npy"
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-3] + bytes([whole[-3] ^ 1]) + whole[-2:])
+    expect_error(command("fineweb.py", "--out", "d", "--verify"), "train_000002.npy", "not what was written")
+    open_shards(folder, "train")  # is too quick to hash
+    path.unlink()
+    expect_error(command("fineweb.py", "--out", "d", "--verify"), "train_000002.npy", "No such file")
+    with pytest.raises(UserError, match="train_000002.npy has no tokens there, 500 in the list"):
+        open_shards(folder, "train")
+    path.write_bytes(whole)
+    (folder / "other_train_000009.npy").write_bytes(whole)
+    expect_error(command("fineweb.py", "--out", "d", "--verify"), "other_train_000009.npy", "not in shards.json")
+    with pytest.raises(UserError, match="other_train_000009.npy has 500 tokens there, none in the list"):
+        open_shards(folder, "train")
+    (folder / "shards.json").write_text("{}")
+    with pytest.raises(UserError, match="shards.json is damaged"):
+        open_shards(folder, "train")
+    (folder / "shards.json").unlink()
+    open_shards(folder, "train")
+    expect_error(command("fineweb.py", "--out", "d", "--verify"), "shards.json", "No such file")
+
+
+def test_parts_become_what_one_call_writes(command, documents, tmp_path):
+    arguments = ("--input", "docs*.parquet", "--shard_size", 333)
+    assert command("fineweb.py", *arguments, "--out", "whole").returncode == 0
+    done = command("fineweb.py", *arguments, "--out", "parts", "--part", "1/2")
+    assert "--input 'FOLDER/*.npy'" in done.stdout, done.stderr
+    expect_error(command("train_gpt2.py", "--data_dir", "parts", "--device", "cpu"), "no train shards")
+    join = ("fineweb.py", "--input", "parts/*.npy", "--out", "joined", "--shard_size", 333)
+    expect_error(command(*join), "part2of2.json", "No such file")
+    assert command("fineweb.py", *arguments, "--out", "parts", "--part", "2/2", "--shard_size", 100).returncode == 0
+    assert command("fineweb.py", "--out", "parts", "--part", "2/2", "--verify").returncode == 0
+    assert command(*join).returncode == 0
+    assert contents(tmp_path / "joined") == contents(tmp_path / "whole")
+
+    # shards are tokens as well
+    again = command("fineweb.py", "--input", "whole/*.npy", "--out", "larger", "--shard_size", 1000)
+    assert again.returncode == 0, again.stderr
+    tokens = [
+        np.concatenate([*open_shards(tmp_path / name, "val"), *open_shards(tmp_path / name, "train")])
+        for name in ("whole", "larger")
+    ]
+    assert np.array_equal(*tokens) and len(open_shards(tmp_path / "larger", "val")[0]) == 1000
+
+    path = tmp_path / "parts" / "edufineweb_part2of2_000001.npy"
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-2] + b"\0\0")
+    expect_error(command(*join[:-4], "--out", "other", "--shard_size", 333), path.name, "not what was written")
+    path.unlink()
+    expect_error(command(*join[:-4], "--out", "another", "--shard_size", 333), path.name)
+    for part in ("0/2", "3/2", "1", "x/y"):
+        expect_error(command("fineweb.py", *arguments, "--part", part), f"--part {part}")
+    expect_error(command("fineweb.py", *arguments, "--out", "four", "--part", "1/4"), "3 files")
+
+
+def test_the_command(command, documents, tmp_path):
+    arguments = ("--input", "docs*.parquet", "--out", "few", "--shard_size", 100, "--max_tokens", 250)
+    done = command("fineweb.py", *arguments)
     assert done.returncode == 0, done.stderr
+    assert "1 validation shard" in done.stdout and "train_gpt2.py --data_dir few" in done.stdout
     shards = [*open_shards(tmp_path / "few", "val"), *open_shards(tmp_path / "few", "train")]
     assert np.array_equal(np.concatenate(shards), plain_tokens(TEXTS)[:250])
+    expect_error(command("fineweb.py", *arguments), "already holds", "--out")
 
 
 def test_what_goes_wrong_is_said_in_one_line(command, tmp_path):
     write_parquet(tmp_path / "docs.parquet", TEXTS)
     pq.write_table(pa.table(dict(words=["a"])), tmp_path / "other.parquet")
+    pq.write_table(pa.table(dict(text=[7])), tmp_path / "numbers.parquet")
     (tmp_path / "broken.parquet").write_bytes(b"this is not parquet")
     total = len(plain_tokens(TEXTS))
     too_small = command("fineweb.py", "--input", "docs.parquet")
@@ -90,6 +196,7 @@ def test_what_goes_wrong_is_said_in_one_line(command, tmp_path):
     assert not list(tmp_path.rglob("*.npy")) and not list(tmp_path.rglob("unfinished.json"))
     expect_error(command("fineweb.py", "--input", "nothing*.parquet"), "nothing*.parquet", "no such files")
     expect_error(command("fineweb.py", "--input", "other.parquet"), "no column named text", "words")
+    expect_error(command("fineweb.py", "--input", "numbers.parquet"), "column named text holds int64")
     expect_error(command("fineweb.py", "--input", "broken.parquet"), "broken.parquet", "cannot read")
     expect_error(command("fineweb.py", "--input", "docs.parquet", "--shard_size", 0), "--shard_size 0")
     expect_error(
@@ -99,29 +206,63 @@ def test_what_goes_wrong_is_said_in_one_line(command, tmp_path):
     expect_error(command("fineweb.py"), "cannot read FineWeb-Edu", "--input")
 
 
-@pytest.mark.parametrize("after", [1, 4])
-def test_interrupted_it_goes_on_where_it_was(command, tmp_path, after):
-    """The shards of a call that is killed after some of them, and of the same call again, are those of one call."""
-    for i in range(3):
-        write_parquet(tmp_path / f"part{i}.parquet", TEXTS[i * 40 : (i + 1) * 40])
-    arguments = ("--input", "part*.parquet", "--shard_size", 333, "--workers", 2)
+@pytest.mark.parametrize("after", [1, 4, "end"])
+def test_interrupted_it_goes_on_where_it_was(command, documents, tmp_path, after):
+    """The files of a call that is killed after some shards, and of the same call again, are those of one call."""
+    arguments = ("--input", "docs*.parquet", "--shard_size", 333, "--workers", 2)
     assert command("fineweb.py", *arguments, "--out", "whole").returncode == 0
-    # stops for good in the middle of writing a shard
+    # stops for good in the middle of writing a shard, or the manifest
     script = tmp_path / "killed.py"
     script.write_text(
         f"import os, sys; sys.path.insert(0, {str(ROOT)!r})\n"
-        "import cli, fineweb\n"
-        "real = fineweb.write_shard\n"
-        f"fineweb.write_shard = lambda path, data: os._exit(9) if '{after:06d}' in path.name else real(path, data)\n"
-        "cli.run(fineweb.main)\n"
+        "import cli, fineweb, shards\n"
+        "if __name__ == '__main__':\n"
+        "    shard, manifest = shards.write_shard, shards.Folder.finish\n"
+        "    die = lambda *_: os._exit(9)\n"
+        f"    shards.write_shard = lambda path, data: (die if '{after:0>6}' in path.name else shard)(path, data)\n"
+        f"    shards.Folder.finish = die if {after == 'end'} else manifest\n"
+        "    cli.run(fineweb.main)\n"
     )
     assert command(script, *arguments, "--out", "parts").returncode == 9
     with pytest.raises(UserError, match="parts is not finished"):
         open_shards(tmp_path / "parts", "val")
     other = command("fineweb.py", *arguments, "--out", "parts", "--shard_size", 500)
     expect_error(other, "was begun with", "--shard_size 333")
+    (tmp_path / "docs9.parquet").write_bytes((tmp_path / "docs0.parquet").read_bytes())
+    expect_error(command("fineweb.py", *arguments, "--out", "parts"), "other files")
+    (tmp_path / "docs9.parquet").unlink()
     done = command("fineweb.py", *arguments, "--out", "parts")
     assert done.returncode == 0, done.stderr
-    folders = [sorted((tmp_path / name).iterdir()) for name in ("whole", "parts")]
-    assert [path.name for path in folders[0]] == [path.name for path in folders[1]]
-    assert all(one.read_bytes() == other.read_bytes() for one, other in zip(*folders))
+    assert contents(tmp_path / "parts") == contents(tmp_path / "whole")
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs Linux")
+def test_killed_it_leaves_nobody_behind(command, tmp_path):
+    """SIGKILL to the command ends its workers, too, and the same command goes on."""
+    write_parquet(tmp_path / "docs.parquet", [f"{i} " * 500 for i in range(5_000)])
+    arguments = ["--input", "docs.parquet", "--out", "d", "--shard_size", "100000", "--workers", "2"]
+    process = subprocess.Popen(
+        [sys.executable, ROOT / "fineweb.py", *arguments], cwd=tmp_path, stderr=subprocess.DEVNULL
+    )
+    wait_until((tmp_path / "d" / "edufineweb_train_000001.npy").exists)
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    process.kill()
+    assert process.wait() == -signal.SIGKILL and len(children) >= 2
+    wait_until(lambda: not any(running(pid) for pid in children))
+    assert command("fineweb.py", *arguments).returncode == 0
+    assert command("fineweb.py", "--out", "d", "--verify").returncode == 0
+
+
+def wait_until(condition, seconds=60):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+def running(pid):
+    """Not a process that has ended and that nobody has asked about."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
