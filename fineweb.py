@@ -199,7 +199,7 @@ def pieces_of_text(documents, workers):
     except BrokenProcessPool as error:
         raise UserError("a worker was killed, for want of memory as a rule: use fewer --workers") from error
     finally:
-        pool.shutdown(wait=False, cancel_futures=True)
+        pool.shutdown(cancel_futures=True)
 
 
 def pieces_of_tokens(paths, state, size=2**20):
@@ -296,7 +296,7 @@ def main():
             folder.finish(progress)
         except OSError as error:
             raise UserError(
-                f"cannot write {flags.out}: {error.strerror}; mend it, and give the same command"
+                f"cannot write {flags.out}: {error.strerror}; make room or choose another --out, and run it again"
             ) from error
     if part:
         print(f"{bar.n:,} tokens in {flags.out}: part {flags.part}")
