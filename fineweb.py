@@ -13,7 +13,9 @@ Interrupted, the same command goes on after the last whole shard. Several machin
 
 import collections
 import contextlib
+import functools
 import glob
+import itertools
 import multiprocessing
 import os
 import re
@@ -32,8 +34,8 @@ from shards import MANIFEST, Folder, fill_shards, open_shard, read_manifest
 from tokenizer import get_tokenizer, tokenize
 
 REPOSITORY = "HuggingFaceFW/fineweb-edu"
-DOCUMENTS_PER_TASK = 128
-TASKS_AHEAD = 8  # for each worker
+DOCUMENTS_PER_TASK = 4096  # or a row group, which in FineWeb-Edu has 1,000
+TASKS_AHEAD = 4  # for each worker
 # What the dataset's card says each subset holds, for the progress bar
 SUBSET_TOKENS = {"sample-10BT": 10e9, "sample-100BT": 100e9, "sample-350BT": 350e9}
 
@@ -68,38 +70,42 @@ class Flags:
 # Where tokens come from: pieces of them in order, each with the state (JSON-able) from which it can be read again
 
 
-def find_source(flags):
-    """What is to become shards, as the manifest says it. Raises UserError when there is nothing."""
+def find_source(flags, revision=None):
+    """The files to read, in order, and what they are, as the manifest says it. Raises UserError when there are none.
+
+    revision: a commit of the dataset, for a call that goes on; by default what --revision stands for now.
+    """
     if flags.input is None:
-        return dict(dataset=REPOSITORY, subset=flags.subset, revision=newest_commit(flags.revision))
-    paths = find_files(flags.input)
+        urls = find_on_hub(flags.subset, revision or flags.revision)
+        return urls, dict(dataset=REPOSITORY, subset=flags.subset, revision=re.search("@([^/]+)/", urls[0])[1])
+    paths = sorted(map(Path, glob.glob(flags.input)), key=lambda path: (numbers(path), path))
+    if not paths:
+        raise UserError(f"--input {flags.input}: no such files")
     if manifests := read_manifests(paths):
-        return manifests[0]["source"]
-    return dict(files=[dict(name=path.name, bytes=path.stat().st_size) for path in paths])
+        return paths, manifests[0]["source"]
+    return paths, dict(files=[dict(name=path.name, bytes=path.stat().st_size) for path in paths])
 
 
-def newest_commit(name):
-    """The commit of the dataset that `name` stands for now. A call that goes on reads the one that it began with."""
+def find_on_hub(subset, revision):
+    """The URLs of FineWeb-Edu's files, hf://datasets/NAME@COMMIT/PATH, in the dataset's order."""
+    from datasets import load_dataset_builder
     from httpx import HTTPError
-    from huggingface_hub import HfApi
 
     try:
-        return HfApi().dataset_info(REPOSITORY, revision=name).sha
+        return list(load_dataset_builder(REPOSITORY, subset, revision=revision).config.data_files["train"])
     except (OSError, ValueError, HTTPError) as error:
         raise UserError(
-            f"cannot read FineWeb-Edu from the hub: {first_line(error)}; local parquet files go in with --input"
+            f"cannot read FineWeb-Edu {subset} from the hub: {first_line(error)}; local parquet files go in with "
+            "--input, and an interrupted call goes on after the last whole shard"
         ) from error
 
 
-def find_files(pattern):
-    """The files of --input: by their names, those of tokens by the numbers in them."""
-    paths = sorted(map(Path, glob.glob(pattern)), key=lambda path: (numbers(path), path))
-    if not paths:
-        raise UserError(f"--input {pattern}: no such files")
-    return paths
+def first_line(error):
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def numbers(path):
+    """Files of tokens are in the order of the numbers in their names."""
     return [int(digits) for digits in re.findall(r"\d+", path.name)] if path.suffix == ".npy" else []
 
 
@@ -123,58 +129,46 @@ def read_manifests(paths):
     return manifests
 
 
-def read_documents(flags, source, part, state):
-    """Yield (state, texts): DOCUMENTS_PER_TASK texts as bytes, None where there is none, in the source's order, from
-    `state` on (None: the start). Raises UserError when they cannot be had."""
+@functools.lru_cache(maxsize=4)
+def open_parquet(path):
+    """A local file, or one on the hub, of which only what is asked for is downloaded. Raises UserError for others."""
+    import fsspec
     import pyarrow as pa
-    from datasets import load_dataset
+    import pyarrow.parquet as pq
+
+    with explained(path):
+        file = pq.ParquetFile(fsspec.open(str(path), "rb").open(), buffer_size=2**23)
+        kinds = dict(zip(file.schema_arrow.names, file.schema_arrow.types))
+    if "text" not in kinds:
+        raise UserError(f"{path}: there is no column named text, only {', '.join(kinds)}")
+    if not (pa.types.is_string(kinds["text"]) or pa.types.is_large_string(kinds["text"])):
+        raise UserError(f"{path}: the column named text holds {kinds['text']}")
+    return file
+
+
+@contextlib.contextmanager
+def explained(path):
+    """Errors of reading a file, as a UserError (others do not all come whole out of a worker)."""
     from httpx import HTTPError
 
-    if flags.input is not None:
-        which = dict(path="parquet", data_files=[str(path) for path in find_files(flags.input)])
-    else:
-        which = dict(path=REPOSITORY, name=flags.subset, revision=source["revision"])
     try:
-        dataset = load_dataset(**which, split="train", streaming=True)
-        if dataset.column_names is not None and "text" not in dataset.column_names:
-            raise UserError(f"{where(flags)}: there is no column named text, only {', '.join(dataset.column_names)}")
-        if part:
-            i, n = part
-            if n > dataset.num_shards:
-                raise UserError(f"--part {i}/{n}: there are {dataset.num_shards} files, and none is divided")
-            dataset = dataset.shard(num_shards=n, index=i - 1, contiguous=True)
-        dataset = dataset.select_columns(["text"]).with_format("arrow")
-        if state:
-            dataset.load_state_dict(state)
-        batches = dataset.iter(batch_size=DOCUMENTS_PER_TASK)
-        while True:
-            state = dataset.state_dict()
-            try:
-                column = next(batches).column("text")
-            except StopIteration:
-                return
-            if not (pa.types.is_string(column.type) or pa.types.is_large_string(column.type)):
-                raise UserError(f"{where(flags)}: the column named text holds {column.type}")
-            yield state, column.cast(pa.large_binary()).to_pylist()
+        yield
     except (OSError, ValueError, HTTPError) as error:
-        hint = "" if flags.input else "; local parquet files go in with --input"
         raise UserError(
-            f"cannot read {where(flags)}: {first_line(error)}{hint}; the same command goes on after the last whole "
-            "shard"
+            f"cannot read {path}: {first_line(error)}; the same command goes on after the last whole shard"
         ) from error
 
 
-def where(flags):
-    return f"--input {flags.input}" if flags.input else f"FineWeb-Edu {flags.subset} from the hub"
+def tokenize_rows(path, group, batch):
+    """The tokens of a row group's documents, DOCUMENTS_PER_TASK from batch * DOCUMENTS_PER_TASK on.
 
-
-def first_line(error):
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
-
-
-def tokenize_bytes(texts):
-    """tokenize() of UTF-8, each byte that is none becoming U+FFFD."""
-    return tokenize([(text or b"").decode(errors="replace") for text in texts])
+    A document that is missing counts as empty; bytes that are not UTF-8 become U+FFFD.
+    """
+    file = open_parquet(path)
+    with explained(path):
+        batches = file.iter_batches(DOCUMENTS_PER_TASK, [group], columns=["text"], use_threads=False)
+        column = next(itertools.islice(batches, batch, None)).column(0)
+    return tokenize([(text or b"").decode(errors="replace") for text in column.cast("large_binary").to_pylist()])
 
 
 def start_worker():
@@ -184,18 +178,30 @@ def start_worker():
     threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
 
 
-def pieces_of_text(documents, workers):
-    """Yield (state, tokens) of (state, texts), in order, by so many processes (threads hold each other up)."""
+def tasks(paths, state):
+    """Yield (file, row group, batch) for all documents, in order, from `state` on."""
+    for i, path in enumerate(paths[state[0] :], state[0]):
+        groups = open_parquet(path).metadata
+        for group in range(groups.num_row_groups):
+            for batch in range(-(-groups.row_group(group).num_rows // DOCUMENTS_PER_TASK)):
+                if (i, group, batch) >= tuple(state):
+                    yield i, group, batch
+
+
+def pieces_of_text(paths, state, workers):
+    """Yield (state, tokens) of parquet files, in order. Each process reads for itself, so that no text is passed on
+    (and threads would hold each other up). Raises UserError when a file cannot be read."""
     pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), start_worker)
     ahead = collections.deque()
     try:
-        for state, texts in documents:
-            ahead.append((state, pool.submit(tokenize_bytes, texts)))
+        for task in tasks(paths, state or (0, 0, 0)):
+            i, group, batch = task
+            ahead.append((task, pool.submit(tokenize_rows, paths[i], group, batch)))
             if len(ahead) > TASKS_AHEAD * workers:
-                state, tokens = ahead.popleft()
-                yield state, tokens.result()
-        for state, tokens in ahead:
-            yield state, tokens.result()
+                task, tokens = ahead.popleft()
+                yield task, tokens.result()
+        for task, tokens in ahead:
+            yield task, tokens.result()
     except BrokenProcessPool as error:
         raise UserError("a worker was killed, for want of memory as a rule: use fewer --workers") from error
     finally:
@@ -224,17 +230,21 @@ def pieces_of_tokens(paths, state, size=2**20):
 
 
 def begin(folder, flags):
-    """The progress of an earlier call with these flags, or of a new one. Raises UserError when they do not fit."""
+    """The files to read, and the progress of an earlier call with these flags, or of a new one.
+
+    Raises UserError when the folder holds something else.
+    """
     progress = folder.read_progress()
     wanted = {name: getattr(flags, name) for name in ("input", "subset", "revision", "shard_size", "max_tokens")}
-    if progress and progress["flags"] != wanted and progress["shards"]:
-        was = " ".join(f"--{name} {value}" for name, value in progress["flags"].items() if value)
-        raise UserError(f"{folder.path} was begun with {was}: go on with these, choose another --out, or delete it")
-    if not progress or progress["flags"] != wanted:
-        return dict(flags=wanted, source=find_source(flags), shards=[], state=None, skip=0)
-    if flags.input and progress["source"] != find_source(flags):
+    if progress and progress["flags"] != wanted:
+        if progress["shards"]:
+            was = " ".join(f"--{name} {value}" for name, value in progress["flags"].items() if value)
+            raise UserError(f"{folder.path} was begun with {was}: go on with these, choose another --out, or delete it")
+        progress = None
+    paths, source = find_source(flags, progress and progress["source"].get("revision"))
+    if progress and progress["source"] != source:
         raise UserError(f"--input {flags.input} has other files than when {folder.path} was begun: delete it")
-    return progress
+    return paths, progress or dict(flags=wanted, source=source, shards=[], state=None, skip=0)
 
 
 def main():
@@ -254,20 +264,22 @@ def main():
         counts = [sum(shard[what] for shard in shards) for what in ("documents", "tokens")]
         return print("{}: {} files, {:,} documents, {:,} tokens, as written".format(flags.out, len(shards), *counts))
 
-    progress = begin(folder, flags)
+    paths, progress = begin(folder, flags)
     start = sum(shard["tokens"] for shard in progress["shards"]) - progress["skip"]  # where the first piece begins
     if progress["shards"] and progress["state"] is None:  # all are there, only the manifest is not
         pieces, expected = (nothing for nothing in ()), start
-    elif flags.input and flags.input.endswith(".npy"):
-        paths = find_files(flags.input)
-        expected = sum(path.stat().st_size for path in paths) // 2
-        pieces = pieces_of_tokens(paths, progress["state"])
+    elif str(paths[0]).endswith(".npy"):
+        pieces, expected = pieces_of_tokens(paths, progress["state"]), sum(path.stat().st_size for path in paths) // 2
     else:
         get_tokenizer()  # here, where it can say what it lacks
         expected = None if flags.input else SUBSET_TOKENS.get(flags.subset)
-        expected = expected and expected / (part[1] if part else 1)
-        documents = read_documents(flags, progress["source"], part, progress["state"])
-        pieces = pieces_of_text(documents, flags.workers or available_cores())
+        if part:
+            i, n = part
+            if n > len(paths):
+                raise UserError(f"--part {flags.part}: there are {len(paths)} files, and none is divided")
+            paths = paths[len(paths) * (i - 1) // n : len(paths) * i // n]
+            expected = expected and expected / n
+        pieces = pieces_of_text(paths, progress["state"], flags.workers or available_cores())
 
     def up_to_max_tokens():
         for state, tokens in pieces:
