@@ -1,16 +1,20 @@
-"""HellaSwag: how often the model finds the true ending of a short story likelier than three false ones.
+"""HellaSwag: how often the model finds the true ending of a short story likelier than three false ones. Also LAMBADA.
 
-    python hellaswag.py CHECKPOINT            # or a Hugging Face folder, or gpt2
-    python hellaswag.py gpt2 --data hellaswag_val.jsonl
+    python hellaswag.py CHECKPOINT                    # or a Hugging Face folder, or gpt2
+    python hellaswag.py gpt2 --data hellaswag_val.jsonl lambada_test.jsonl mine.jsonl
 
-Zellers et al. 2019. Scored by completion, as build-nanogpt does: acc compares the endings' summed losses, acc_norm
-their losses per token. OpenAI's GPT-2 124M has acc_norm 0.2955 by this measure.
+HellaSwag (Zellers et al. 2019) and other multiple choice are scored by completion, as build-nanogpt does: acc compares
+the endings' summed losses, acc_norm their losses per token. LAMBADA (Paperno et al. 2016) asks for the last word of a
+passage: acc is how often greedy decoding finds all its tokens, perplexity is that of the word.
 """
 
 import json
+import math
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
+import numpy as np
 import torch
 import tyro
 from tqdm import tqdm
@@ -20,13 +24,23 @@ import parallel
 from cli import UserError, parse, run
 from tokenizer import get_tokenizer
 
-ENDINGS = 4
+DATASETS = {
+    "HellaSwag": dict(path="Rowan/hellaswag", split="validation"),
+    "LAMBADA": dict(path="EleutherAI/lambada_openai", name="default", split="test"),
+}
+# Radford et al. 2019's weights by this script's measures (HellaSwag: build-nanogpt; LAMBADA: EleutherAI's evaluation
+# harness), and Brown et al. 2020, table H.1
+MARKS = {
+    "HellaSwag": "GPT-2 124M: acc 0.2859, acc_norm 0.2955; 1558M: 0.3842, 0.4893; GPT-3 125M: acc 0.337",
+    "LAMBADA": "GPT-2 124M: acc 0.326, perplexity 40.1; 1558M: 0.512, 10.6; GPT-3 125M: 0.427, 18.6",
+}
+SHAPES = 3  # widths of rows: each is a graph to compile; one would be half again as much padding
 
 
-def load_items(path=None):
-    """HellaSwag's validation set: dicts with ctx, endings (4) and label (0 to 3). From a .jsonl file, or downloaded.
+def load_items(name, path=None):
+    """Items of a .jsonl file, or of DATASETS[name], downloaded: dicts with ctx, endings and label, or with text.
 
-    Raises UserError when it cannot be read.
+    Raises UserError when they cannot be read, or are something else.
     """
     try:
         if path is not None:
@@ -35,112 +49,164 @@ def load_items(path=None):
         else:
             from datasets import load_dataset
 
-            items = load_dataset("Rowan/hellaswag", split="validation").to_list()
-        items = [dict(ctx=item["ctx"], endings=item["endings"], label=int(item["label"])) for item in items]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+            items = load_dataset(**DATASETS[name]).to_list()
+        if items and "text" in items[0]:
+            items = [dict(text=item["text"].strip()) for item in items]
+            wrong = next((item for item in items if " " not in item["text"]), None)
+        else:
+            items = [dict(ctx=item["ctx"], endings=list(item["endings"]), label=int(item["label"])) for item in items]
+            wrong = next((i for i in items if len(i["endings"]) < 2 or not 0 <= i["label"] < len(i["endings"])), None)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise UserError(
-            f"cannot read HellaSwag from {path or 'the hub'} ({type(error).__name__}: {reason}); hellaswag.py takes it "
-            "as --data FILE.jsonl, train_gpt2.py as --hellaswag_data FILE.jsonl, or does without: --hellaswag_every 0"
+            f"cannot read {name} from {path or 'the hub'} ({type(error).__name__}: {reason}); hellaswag.py takes it as "
+            "--data FILE.jsonl, train_gpt2.py as --hellaswag_data FILE.jsonl, or does without: --hellaswag_every 0"
         ) from error
-    if not items or any(len(item["endings"]) != ENDINGS or not 0 <= item["label"] < ENDINGS for item in items):
+    if not items or wrong:
         raise UserError(
-            f"HellaSwag from {path or 'the hub'}: every item must have {ENDINGS} endings and a label from 0 to 3"
+            f"{path or name}: every line must have ctx, two endings or more and the label of one of them, or a text of "
+            f"two words or more; {'this one has not: ' + json.dumps(wrong)[:80] if wrong else 'there is none'}"
         )
     return items
 
 
-def encode(items):
-    """Each item's tokens: [(context, [four endings])], an ending with the space before it."""
-    tokenizer = get_tokenizer()
-    contexts = tokenizer.encode_ordinary_batch([item["ctx"] for item in items])
-    endings = tokenizer.encode_ordinary_batch([" " + ending for item in items for ending in item["endings"]])
-    return [(context, endings[ENDINGS * i : ENDINGS * (i + 1)]) for i, context in enumerate(contexts)]
+class Rows:
+    """Contexts and what may follow them, as rows of a few fixed shapes, the short apart from the long."""
 
-
-class HellaSwag:
-    """The items as rows of one fixed shape, so that torch.compile builds one graph for all of them."""
-
-    def __init__(self, items, seq_len, rows):
-        """rows: sequences in a batch, at least 4. Rows longer than seq_len lose the start of their context."""
-        self.labels = torch.tensor([item["label"] for item in items])
-        self.encoded = encode(items)
-        longest = max(len(context) + len(ending) for context, endings in self.encoded for ending in endings)
-        self.width = min(seq_len, -(-(longest - 1) // 32) * 32)  # inputs leave out the last token
-        self.items_per_batch = max(1, rows // ENDINGS)
-
-    def batch(self, first):
-        """Inputs, targets (-1 outside the endings), both (rows, width), of the items from `first` on."""
-        x = torch.zeros(self.items_per_batch * ENDINGS, self.width, dtype=torch.long)
-        y = torch.full_like(x, -1)
-        row = 0
-        for context, endings in self.encoded[first : first + self.items_per_batch]:
-            for ending in endings:
-                tokens = torch.tensor((context + ending)[-self.width - 1 :])
-                n = len(tokens) - 1
-                x[row, :n] = tokens[:-1]
-                y[row, :n] = tokens[1:]
-                y[row, : max(0, n - len(ending))] = -1
-                row += 1
-        return x, y
+    def __init__(self, pairs, seq_len, tokens):
+        """pairs: token lists (context, continuation). tokens: at most so many in a batch. Rows of more than seq_len
+        tokens lose the start of their context."""
+        rows = [(context + continuation)[-seq_len - 1 :] for context, continuation in pairs]
+        ends = np.array([len(row) for row in rows])
+        starts = np.maximum(1, ends - [len(continuation) for _, continuation in pairs])  # the first token has no loss
+        self.lengths = torch.from_numpy(ends - starts)  # of the continuations
+        self.batches = []  # tokens (R, width + 1), where continuations start and end (R, 1), and which pairs they are
+        order = np.argsort(ends, kind="stable")
+        widest = min(seq_len, -(-(ends.max() - 1) // 8) * 8)
+        widths = [*dict.fromkeys(min(widest, -(-widest * i // SHAPES // 8) * 8) for i in range(1, SHAPES + 1))]
+        for narrower, width in zip([0, *widths], widths):
+            here = order[(ends[order] - 1 > narrower) & (ends[order] - 1 <= width)]
+            R = max(1, min(tokens // width, len(here)))
+            for which in np.split(here, range(R, len(here), R)):
+                batch, spans = np.zeros((R, width + 1), dtype=np.int32), np.zeros((2, R, 1), dtype=np.int32)
+                for r, pair in enumerate(which):
+                    batch[r, : ends[pair]] = rows[pair]
+                spans[:, : len(which), 0] = starts[which], ends[which]
+                self.batches.append([torch.from_numpy(array) for array in (batch, *spans, which)])
 
     @torch.no_grad()
-    def evaluate(self, losses_of, ranks, progress=False):
-        """(acc, acc_norm) over all items, divided over the ranks.
+    def measure(self, function, ranks, progress=None):
+        """What function(x, y) gives for each continuation, summed over its tokens: (pairs,) float32.
 
-        losses_of(x, y) gives each target's loss, (rows, width), 0 where y is -1.
+        The function gets inputs and targets (-1 outside the continuations), both (R, width), and returns the same
+        shape, 0 where there is no target. The ranks divide the batches, and each returns all sums.
         """
-        sums, counts, which = [], [], []
-        step = self.items_per_batch
-        starts = range(ranks.rank * step, len(self.encoded), ranks.world_size * step)
-        for first in tqdm(starts, desc="HellaSwag", disable=not progress):
-            x, y = (tensor.to(ranks.device, non_blocking=True) for tensor in self.batch(first))
-            sums.append(losses_of(x, y).float().sum(dim=1).view(-1, ENDINGS))  # (items, 4)
-            counts.append((y >= 0).sum(dim=1).view(-1, ENDINGS))
-            which.append(torch.arange(first, first + step))
-        right = right_norm = 0
-        if sums:
-            keep = torch.cat(which) < len(self.encoded)
-            sums, counts = torch.cat(sums).cpu()[keep], torch.cat(counts).cpu()[keep]
-            labels = self.labels[torch.cat(which)[keep]]
-            right = (sums.argmin(dim=1) == labels).sum()
-            right_norm = ((sums / counts).argmin(dim=1) == labels).sum()
-        right, right_norm = ranks.sum(right, right_norm)
-        return right / len(self.encoded), right_norm / len(self.encoded)
+        found = []
+        for tokens, start, end, _ in tqdm(self.batches[ranks.rank :: ranks.world_size], progress, disable=not progress):
+            tokens, start, end = (tensor.to(ranks.device, non_blocking=True) for tensor in (tokens, start, end))
+            position = torch.arange(1, tokens.size(1), device=ranks.device)
+            y = tokens[:, 1:].long().where((position >= start) & (position < end), -1)
+            found.append(function(tokens[:, :-1].long(), y).float().sum(dim=1))
+        sums = torch.zeros(len(self.lengths))
+        for values, (*_, which) in zip(found, self.batches[ranks.rank :: ranks.world_size]):
+            sums[which] = values[: len(which)].cpu()
+        return torch.stack(ranks.gather(sums)).sum(dim=0)
+
+
+class MultipleChoice:
+    """HellaSwag, or other items with ctx, endings and label."""
+
+    def __init__(self, items, seq_len, tokens):
+        """Arguments as of Rows. Raises UserError for other items."""
+        if "endings" not in items[0]:
+            raise UserError("items of multiple choice must have ctx, endings and label, and these have a text")
+        encode = get_tokenizer().encode_ordinary
+        contexts = [encode(item["ctx"]) for item in items]
+        pairs = [(context, encode(" " + end)) for item, context in zip(items, contexts) for end in item["endings"]]
+        self.rows = Rows(pairs, seq_len, tokens)
+        self.labels = torch.tensor([item["label"] for item in items])
+        counts = torch.tensor([len(item["endings"]) for item in items])
+        self.choices = torch.arange(counts.max()) < counts[:, None]  # (items, most endings)
+
+    def losses(self, losses_of, ranks, progress=None):
+        """The summed loss of every ending, and the loss per token: (items, most endings), infinite where is no ending.
+
+        losses_of(x, y) gives each target's loss, (R, width), 0 where y is -1.
+        """
+        sums = self.rows.measure(losses_of, ranks, progress)
+        tables = [torch.full(self.choices.shape, math.inf) for _ in range(2)]
+        for table, values in zip(tables, (sums, sums / self.rows.lengths)):
+            table[self.choices] = values
+        return tables
+
+    def evaluate(self, losses_of, ranks, progress=None):
+        """(acc, acc_norm)."""
+        losses = self.losses(losses_of, ranks, progress)
+        return tuple((table.argmin(dim=1) == self.labels).double().mean().item() for table in losses)
+
+
+class LastWord:
+    """LAMBADA, or other items with a text, of which the last word is to be found."""
+
+    def __init__(self, items, seq_len, tokens):
+        encode = get_tokenizer().encode_ordinary
+        split = [item["text"].rpartition(" ") for item in items]
+        self.rows = Rows([(encode(context), encode(" " + word)) for context, _, word in split], seq_len, tokens)
+
+    def evaluate(self, model, losses_of, ranks, progress=None):
+        """(acc, perplexity)."""
+
+        def misses(x, y):
+            return (model(x).argmax(dim=-1) != y) & (y >= 0)
+
+        acc = (self.rows.measure(misses, ranks, progress) == 0).double().mean().item()
+        return acc, self.rows.measure(losses_of, ranks, progress).mean().exp().item()
 
 
 @dataclass
 class Flags:
-    """Evaluate a GPT-2 on HellaSwag."""
+    """Evaluate a GPT-2 on HellaSwag and LAMBADA, or on files of their formats."""
 
     model: tyro.conf.Positional[str]
     """A checkpoint, a Hugging Face folder, or a name on its hub such as gpt2."""
-    data: str | None = None
-    """The validation set as a .jsonl file; by default it is downloaded."""
+    data: tuple[str, ...] = ()
+    """.jsonl files instead of the two that are downloaded: lines with ctx, endings and label, or with text."""
     limit: int | None = None
-    """Evaluate only this many items."""
+    """Evaluate only this many items of each."""
     device: Literal["auto", "cuda", "cpu", "mps"] = "auto"
     """auto takes a GPU where there is one."""
-    rows: int = 64
-    """Sequences in a batch."""
+    batch_tokens: int | None = None
+    """Tokens in a batch; by default 16384 on a GPU, 4096 elsewhere."""
 
 
 def main():
     flags = parse(Flags)
-    if flags.rows < 1 or (flags.limit is not None and flags.limit < 1):
-        raise UserError("--rows and --limit must be at least 1")
+    if any(value is not None and value < 1 for value in (flags.batch_tokens, flags.limit)):
+        raise UserError("--batch_tokens and --limit must be at least 1")
     ranks = parallel.start(flags.device)
+    tokens = flags.batch_tokens or (16384 if ranks.device.type == "cuda" else 4096)
     model = checkpoint.load_model(flags.model).to(ranks.device)
-    hellaswag = HellaSwag(load_items(flags.data)[: flags.limit], model.config.seq_len, flags.rows)
+    bf16 = ranks.device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+    autocast = torch.autocast(ranks.device.type, torch.bfloat16, enabled=bf16)
 
     def losses_of(x, y):
-        with torch.autocast(ranks.device.type, torch.bfloat16, enabled=ranks.device.type == "cuda"):
-            return model(x, y, reduction="none")
+        return model(x, y, reduction="none")
 
-    acc, acc_norm = hellaswag.evaluate(losses_of, ranks, progress=ranks.is_main)
-    if ranks.is_main:
-        print(f"HellaSwag, {len(hellaswag.labels):,} items: acc {acc:.4f} | acc_norm {acc_norm:.4f}")
-        print("GPT-2 124M, all 10,042 items: acc_norm 0.2955")
+    for name, path in [(Path(path).stem, path) for path in flags.data] or [(name, None) for name in DATASETS]:
+        items = load_items(name, path)[: flags.limit]
+        progress = name if ranks.is_main else None
+        with autocast:
+            if "endings" in items[0]:
+                task = MultipleChoice(items, model.config.seq_len, tokens)
+                results = "acc {:.4f} | acc_norm {:.4f}".format(*task.evaluate(losses_of, ranks, progress))
+                kind, chance = "HellaSwag", f"chance {(1 / task.choices.sum(dim=1)).mean():.4f}"
+            else:
+                task = LastWord(items, model.config.seq_len, tokens)
+                results = "acc {:.4f} | perplexity {:.2f}".format(*task.evaluate(model, losses_of, ranks, progress))
+                kind, chance = "LAMBADA", ""
+        if ranks.is_main:
+            print(f"{name}, {len(items):,} items: {results}")
+            print(f"  {MARKS[kind] if kind.lower() in name.lower() else chance}")
     parallel.stop()
 
 

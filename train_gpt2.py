@@ -26,7 +26,7 @@ from cli import UserError, parse, run
 from config import MODEL_SWITCHES, Config, check_given, defaults, resolve
 from data import Loader, TokenStream
 from device import be_deterministic
-from hellaswag import HellaSwag, load_items
+from hellaswag import MultipleChoice, load_items
 from interrupt import Interrupt
 from metrics import RunLog, flops_per_token, peak_memory
 from model import GPT, GPTConfig
@@ -88,7 +88,9 @@ def main():
             f"{val_stream.total} validation tokens in {config.data_dir}: at least seq_len + 1 = {T + 1} are needed"
         )
     loader = Loader(train_stream, B, T, device, ranks.rank, ranks.world_size)
-    hellaswag = HellaSwag(load_items(config.hellaswag_data), T, rows=B) if config.hellaswag_every else None
+    hellaswag = None
+    if config.hellaswag_every:
+        hellaswag = MultipleChoice(load_items("HellaSwag", config.hellaswag_data), T, tokens=B * T)
 
     # ------------------------------------------------------------------------------------------------------------------
     # Model: `model` is the plain module, which is saved and sampled from; `forward` computes with the same weights
@@ -107,7 +109,7 @@ def main():
 
         fp8.convert(model, targets=accumulation_steps(0, config, ranks.world_size) * B * T)
     # compile: one pass over memory for a chain of element-wise operations, and no Python between kernels. Every shape
-    # gets its own graph (dynamic=False): training, validation and HellaSwag have one each, and none is compiled twice.
+    # gets its own graph (dynamic=False): training and validation have one, HellaSwag has three; none is compiled twice.
     forward = torch.compile(model, dynamic=False) if config.compile else model
     # ddp: every rank has all weights and a share of the batch; backward ends by averaging the gradients over the ranks
     train_forward = parallel.wrap_ddp(forward, ranks)

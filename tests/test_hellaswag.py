@@ -1,11 +1,12 @@
 import json
+import math
 
 import pytest
 import torch
 from conftest import expect_error
 
 from cli import UserError
-from hellaswag import HellaSwag, encode, load_items
+from hellaswag import LastWord, MultipleChoice, load_items
 from model import GPT, GPTConfig
 from parallel import Ranks
 from tokenizer import VOCAB_SIZE, get_tokenizer
@@ -20,7 +21,7 @@ def make_items(count):
         n = int(torch.randint(1, longest, (), generator=generator))
         return " ".join(WORDS[i] for i in torch.randint(len(WORDS), (n,), generator=generator))
 
-    return [dict(ctx=text(20), endings=[text(9) for _ in range(4)], label=i % 4) for i in range(count)]
+    return [dict(ctx=text(20), endings=[text(9) for _ in range(4 - i % 3)], label=i % 2) for i in range(count)]
 
 
 def tiny():
@@ -47,54 +48,95 @@ def score_by_hand(model, item):
     return sums.index(min(sums)) == item["label"], means.index(min(means)) == item["label"]
 
 
-@pytest.mark.parametrize("rows", [4, 12, 64])
-def test_scores_are_those_by_hand(rows):
-    model, items = tiny(), make_items(11)
+ALONE = Ranks(0, 1, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("tokens", [1, 100, 10_000])
+def test_scores_are_those_by_hand(tokens):
+    """Item by item, with two to four endings."""
+    model, items = tiny(), make_items(23)
     with torch.no_grad():
         right, right_norm = zip(*(score_by_hand(model, item) for item in items))
-    assert 0 < sum(right) < 11 and right != right_norm  # the items tell the two measures apart
-    hellaswag = HellaSwag(items, 64, rows)
+    assert 0 < sum(right) < 23 and right != right_norm  # the items tell the two measures apart
+    task = MultipleChoice(items, 64, tokens)
     shapes = set()
 
     def losses_of(x, y):
         shapes.add(x.shape)
         return model(x, y, reduction="none")
 
-    acc, acc_norm = hellaswag.evaluate(losses_of, Ranks(0, 1, torch.device("cpu")))
-    assert (acc, acc_norm) == (sum(right) / 11, sum(right_norm) / 11)
-    assert len(shapes) == 1  # one shape, so one graph under torch.compile
+    found = [table.argmin(dim=1) == task.labels for table in task.losses(losses_of, ALONE)]
+    assert tuple(found[0].tolist()) == right and tuple(found[1].tolist()) == right_norm
+    acc, acc_norm = task.evaluate(losses_of, ALONE)
+    assert (acc, acc_norm) == (pytest.approx(sum(right) / 23), pytest.approx(sum(right_norm) / 23))
+    assert len(shapes) <= 3  # so many graphs under torch.compile
 
 
-def test_ranks_divide_the_items(monkeypatch):
+def test_the_last_word():
+    """Against the model asked for one token after another: all tokens of the word must be the likeliest."""
     model = tiny()
-    hellaswag = HellaSwag(make_items(11), 64, 8)
-    whole = hellaswag.evaluate(lambda x, y: model(x, y, reduction="none"), Ranks(0, 1, torch.device("cpu")))
-    parts = []
-    monkeypatch.setattr(Ranks, "sum", lambda self, *values: [float(value) for value in values])
-    for rank in range(4):
-        ranks = Ranks(rank, 4, torch.device("cpu"))
-        parts.append(hellaswag.evaluate(lambda x, y: model(x, y, reduction="none"), ranks))
-    assert [sum(part) for part in zip(*parts)] == pytest.approx(whole)
+    encode = get_tokenizer().encode_ordinary
+    texts = [item["ctx"] + " " + word for item, word in zip(make_items(12), WORDS + ["antidisestablishmentarian"])]
+    tokens = encode(texts[0].rpartition(" ")[0])
+    texts[0] = get_tokenizer().decode(tokens) + get_tokenizer().decode(
+        model.generate(torch.tensor([tokens]), 1, temperature=0)[0, -1:].tolist()
+    )
+    hits, losses = [], []
+    for text in texts:
+        context, _, word = text.rpartition(" ")
+        tokens, hit, loss = encode(context), True, 0.0
+        for token in encode(" " + word):
+            with torch.no_grad():
+                logits = model(torch.tensor([tokens]))[0, -1].double()
+            hit &= logits.argmax().item() == token
+            loss -= logits.log_softmax(-1)[token].item()
+            tokens = [*tokens, token]
+        hits.append(hit)
+        losses.append(loss)
+    assert 0 < sum(hits) < 12
+    task = LastWord([dict(text=text) for text in texts], 64, 100)
+    acc, perplexity = task.evaluate(model, lambda x, y: model(x, y, reduction="none"), ALONE)
+    assert acc == pytest.approx(sum(hits) / 12)
+    assert perplexity == pytest.approx(math.exp(sum(losses) / 12), rel=1e-4)
+
+
+def test_ranks_divide_the_batches():
+    model, task = tiny(), MultipleChoice(make_items(11), 64, 60)
+    losses_of = lambda x, y: model(x, y, reduction="none")  # noqa: E731
+    whole = task.rows.measure(losses_of, ALONE)
+    parts = [task.rows.measure(losses_of, Ranks(rank, 4, torch.device("cpu"))) for rank in range(4)]
+    assert torch.equal(sum(parts), whole) and all((part == 0).any() and (part != 0).any() for part in parts)
+    idle = Ranks(100, 101, torch.device("cpu"))  # more ranks than batches
+    assert not task.rows.measure(losses_of, idle).any()
+
+
+def rows_of(task, seq_len):
+    """{pair: (inputs, targets)}, as the model gets them."""
+    seen = []
+    task.rows.measure(lambda x, y: seen.append((x, y)) or torch.zeros(x.shape), ALONE)
+    assert all(x.size(1) <= seq_len for x, _ in seen)
+    return {
+        int(pair): (x[r], y[r]) for (x, y), batch in zip(seen, task.rows.batches) for r, pair in enumerate(batch[3])
+    }
 
 
 def test_targets_are_the_endings():
     item = dict(ctx="The man", endings=[" ".join(WORDS[:n]) for n in (1, 2, 3, 4)], label=0)
-    x, y = HellaSwag([item], 64, 4).batch(0)
-    context, endings = encode([item])[0]
-    for row, ending in enumerate(endings):
-        assert y[row][y[row] >= 0].tolist() == ending
-        assert x[row, : len(context)].tolist() == context
+    encode = get_tokenizer().encode_ordinary
+    context = encode(item["ctx"])
+    for i, (x, y) in rows_of(MultipleChoice([item], 64, 100), 64).items():
+        ending = encode(" " + item["endings"][i])
+        assert y[y >= 0].tolist() == ending
+        assert x[: len(context)].tolist() == context and (y >= 0).nonzero()[0] == len(context) - 1
 
 
 def test_long_rows_lose_the_start_of_their_context():
-    item = dict(ctx=" ".join(WORDS * 5), endings=["sits", "runs past", "reads", "starts to read"], label=1)
-    hellaswag = HellaSwag([item], 32, 4)
-    x, y = hellaswag.batch(0)
-    context, endings = encode([item])[0]
-    assert x.shape == (4, 32)
-    for row, ending in enumerate(endings):
-        assert y[row][y[row] >= 0].tolist() == ending
-        assert x[row].tolist() == (context + ending)[-33:-1]
+    item = dict(ctx=" ".join(WORDS * 5), endings=["sits", "runs past", "reads", " ".join(WORDS * 3)], label=1)
+    encode = get_tokenizer().encode_ordinary
+    for i, (x, y) in rows_of(MultipleChoice([item], 32, 100), 32).items():
+        tokens = (encode(item["ctx"]) + encode(" " + item["endings"][i]))[-33:]
+        assert x.tolist() == tokens[:-1]
+        assert y[y >= 0].tolist() == (tokens[1:] if i == 3 else encode(" " + item["endings"][i]))
 
 
 def test_the_command_and_its_errors(command, tmp_path):
@@ -102,15 +144,36 @@ def test_the_command_and_its_errors(command, tmp_path):
     good = tmp_path / "items.jsonl"
     good.write_text("".join(json.dumps(item) + "\n" for item in make_items(6)))
     done = command("hellaswag.py", tmp_path, "--data", good, "--device", "cpu")
-    assert done.returncode == 0 and "6 items: acc 0." in done.stdout, done.stderr
+    assert done.returncode == 0 and "items, 6 items: acc 0." in done.stdout and "chance" in done.stdout, done.stderr
+    words = tmp_path / "lambada_test.jsonl"
+    words.write_text("".join(json.dumps(dict(text=item["ctx"] + " man")) + "\n" for item in make_items(6)))
+    done = command("hellaswag.py", tmp_path, "--data", good, words, "--device", "cpu", "--limit", 5)
+    assert done.returncode == 0 and done.stdout.count("5 items: acc ") == 2, done.stderr
+    assert "perplexity" in done.stdout and "GPT-3 125M" in done.stdout
     expect_error(command("hellaswag.py", tmp_path, "--data", "nothing.jsonl", "--device", "cpu"), "nothing.jsonl")
-    expect_error(command("hellaswag.py", tmp_path, "--data", good, "--limit", 0), "--rows and --limit")
+    expect_error(command("hellaswag.py", tmp_path, "--data", good, "--limit", 0), "--batch_tokens and --limit")
     expect_error(command("hellaswag.py", "nothing/here/x", "--data", good, "--device", "cpu"), "nothing/here/x", "gpt2")
 
 
-@pytest.mark.parametrize("text", ["not json", '{"ctx": "a"}', '{"ctx": "a", "endings": ["b"], "label": 0}', ""])
-def test_files_that_are_no_hellaswag(tmp_path, text):
+@pytest.mark.parametrize(
+    "text",
+    [
+        "not json",
+        "[1]",
+        '{"ctx": "a"}',
+        '{"ctx": "a", "endings": ["b"], "label": 0}',
+        '{"ctx": "a", "endings": ["b", "c"], "label": 2}',
+        '{"text": "one"}',
+        "",
+    ],
+)
+def test_files_of_something_else(tmp_path, text):
     path = tmp_path / "items.jsonl"
     path.write_text(text)
     with pytest.raises(UserError, match="items.jsonl"):
-        load_items(path)
+        load_items("HellaSwag", path)
+
+
+def test_training_wants_multiple_choice():
+    with pytest.raises(UserError, match="ctx, endings and label"):
+        MultipleChoice([dict(text="one two")], 32, 100)
