@@ -46,12 +46,15 @@ class GPTConfig:
         return -(-self.vocab_size // 128) * 128 if self.pad_vocab else self.vocab_size
 
 
-def causal_attention(q, k, v, causal):
-    """softmax(q kᵀ / √D) v with the (T, S) matrix in memory. q (B, H, T, D), k and v (B, H, S, D)."""
+def causal_attention(q, k, v, allowed=None):
+    """softmax(q kᵀ / √D) v with the (T, S) matrix in memory. q (B, H, T, D), k and v (B, H, S, D).
+
+    allowed (1, S) bool: which keys every query sees; by default those that do not come after it.
+    """
     scores = (q @ k.transpose(-2, -1)) / math.sqrt(q.size(-1))  # (B, H, T, S)
-    if causal:
-        future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
-        scores = scores.masked_fill(future, float("-inf"))
+    if allowed is None:
+        allowed = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
+    scores = scores.masked_fill(~allowed, float("-inf"))
     return F.softmax(scores, dim=-1).to(v.dtype) @ v  # (B, H, T, D)
 
 
@@ -74,14 +77,12 @@ class CausalSelfAttention(nn.Module):
             part.view(B, T, self.n_head, C // self.n_head).transpose(1, 2)  # (B, H, T, C/H)
             for part in qkv.split(C, dim=2)
         )
-        if past is not None:
-            k, v = past.append(k, v)
-        causal = T > 1  # a single new token may look at everything
+        k, v, allowed = past.append(k, v) if past else (k, v, None)
         # flash: one fused kernel that never writes the (T, T) matrix to memory (Dao et al. 2022)
         if self.flash:
-            y = F.scaled_dot_product_attention(q, k, v, is_causal=causal)
+            y = F.scaled_dot_product_attention(q, k, v, allowed, is_causal=allowed is None)
         else:
-            y = causal_attention(q, k, v, causal)
+            y = causal_attention(q, k, v, allowed)
         y = y.transpose(1, 2).reshape(B, T, C)
         return self.c_proj(y)
 
@@ -116,22 +117,29 @@ class Block(nn.Module):
 
 
 class PastKeysValues:
-    """One layer's keys and values of the tokens so far, in buffers (B, H, capacity, D) that are filled in place."""
+    """One layer's keys and values of the tokens so far, in buffers (B, H, capacity, D) that are filled in place.
 
-    def __init__(self, capacity):
+    How many there are stands in a tensor, so that a step recorded as a CUDA graph can be replayed for the next token.
+    """
+
+    def __init__(self, capacity, position):
+        """position (1,) int64: that of the next token. All layers share it; GPT.forward moves it on."""
         self.capacity = capacity
-        self.length = 0
+        self.position = position
+        self.k = self.v = None
 
     def append(self, k, v):
-        """Add (B, H, T, D) keys and values; returns those of all tokens so far."""
+        """Add (B, H, T, D) keys and values: all of the prompt, or one token's. Returns those to attend to, and which of
+        them are there already, (1, capacity) bool, or None where they are the prompt's own."""
         B, H, T, D = k.shape
-        if self.length == 0:
-            self.k = k.new_empty(B, H, self.capacity, D)
-            self.v = v.new_empty(B, H, self.capacity, D)
-        self.k[:, :, self.length : self.length + T] = k
-        self.v[:, :, self.length : self.length + T] = v
-        self.length += T
-        return self.k[:, :, : self.length], self.v[:, :, : self.length]
+        if self.k is None:  # zeros, since what is masked is still multiplied by 0
+            self.k, self.v = (x.new_zeros(B, H, self.capacity, D) for x in (k, v))
+        places = self.position + torch.arange(T, device=k.device)
+        self.k.index_copy_(2, places, k)
+        self.v.index_copy_(2, places, v)
+        if T > 1:
+            return k, v, None
+        return self.k, self.v, (torch.arange(self.capacity, device=k.device) <= self.position)[None]
 
 
 class GPT(nn.Module):
@@ -179,23 +187,27 @@ class GPT(nn.Module):
 
         idx (B, T) int64. targets (B, T) int64, -1 where none: the loss in nats, the mean over all targets, or with
         reduction="none" (B, T), 0 where there is none. Without targets: logits (B, T, V), padding left out.
-        cache (a list of PastKeysValues, one a layer) holds earlier tokens: the first call brings the prompt, each
-        later one a single token, and only the last position's logits come back, (B, 1, V).
+        cache (of new_cache) holds earlier tokens: the first call brings the prompt, each later one a single token, and
+        only the last position's logits come back, (B, 1, V).
 
         Raises ValueError for more than seq_len tokens.
         """
         T = idx.size(1)
-        start = cache[0].length if cache else 0
-        if start + T > self.config.seq_len:
-            raise ValueError(f"{start + T} tokens, but the model knows {self.config.seq_len} positions")
-        position = torch.arange(start, start + T, device=idx.device)
+        if T > self.config.seq_len:
+            raise ValueError(f"{T} tokens, but the model knows {self.config.seq_len} positions")
+        position = torch.arange(T, device=idx.device)
+        if cache:
+            position = position + cache[0].position
         x = self.transformer.wte(idx) + self.transformer.wpe(position)  # (B, T, C)
         # bf16_residual: every block reads and writes this sum four times, forward and backward; now in half the bytes
         if self.config.bf16_residual:
             x = x.bfloat16()
         for layer, block in enumerate(self.transformer.h):
             x = block(x, cache[layer] if cache else None)
-        x = self.transformer.ln_f(x[:, -1:] if cache else x)
+        if cache:
+            cache[0].position += T
+            x = x[:, -1:]
+        x = self.transformer.ln_f(x)
         # fused_loss: logits exist for a part of the batch at a time, and the pass over them that finds the loss leaves
         # the gradient in their place
         if self.config.fused_loss and targets is not None and reduction == "mean":
@@ -213,31 +225,10 @@ class GPT(nn.Module):
         loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1, reduction=reduction)
         return loss if reduction == "mean" else loss.view_as(targets)
 
-    @torch.no_grad()
-    def generate(self, tokens, max_new_tokens, temperature=1.0, top_k=None, generator=None):
-        """Append max_new_tokens sampled tokens to tokens (B, T), T >= 1; returns (B, T + max_new_tokens) int64.
-
-        temperature 0 takes the likeliest token; top_k keeps only the k likeliest. Past seq_len tokens the model
-        sees the last seq_len, which are then read anew for every token, since GPT-2's positions are absolute.
-        """
-        cache = None
-        capacity = min(self.config.seq_len, tokens.size(1) + max_new_tokens)
-        for _ in range(max_new_tokens):
-            if cache is None or tokens.size(1) > self.config.seq_len:
-                cache = [PastKeysValues(capacity) for _ in self.transformer.h]
-                new = tokens[:, -self.config.seq_len :]
-            else:
-                new = tokens[:, -1:]
-            logits = self(new, cache=cache)[:, -1].float()  # (B, V)
-            if temperature == 0:
-                choice = logits.argmax(dim=-1, keepdim=True)
-            else:
-                if top_k:
-                    kept = logits.topk(min(top_k, logits.size(-1))).values
-                    logits = logits.masked_fill(logits < kept[:, -1:], float("-inf"))
-                choice = torch.multinomial(F.softmax(logits / temperature, dim=-1), 1, generator=generator)
-            tokens = torch.cat((tokens, choice), dim=1)
-        return tokens
+    def new_cache(self, capacity):
+        """What forward takes as cache, with room for so many tokens."""
+        position = torch.zeros(1, dtype=torch.long, device=self.transformer.wpe.weight.device)
+        return [PastKeysValues(capacity, position) for _ in self.transformer.h]
 
     # --------------------------------------------------------------------------------------------------------------
     # Hugging Face: a folder (or a name on the hub) with config.json and model.safetensors

@@ -2,13 +2,11 @@ import json
 
 import pytest
 import torch
-from conftest import expect_error
 from transformers import AutoTokenizer
 
 import checkpoint
 from cli import UserError
 from model import GPT, GPTConfig
-from sample import sample
 from tokenizer import END_OF_TEXT, VOCAB_SIZE, get_tokenizer
 
 
@@ -81,28 +79,6 @@ def test_damage_is_said_in_one_line(tmp_path, how):
     with pytest.raises(UserError) as error:
         checkpoint.load_model(damage(tmp_path / "c", how))
     assert "\n" not in str(error.value)
-
-
-def test_samples_start_with_the_prompt_and_end_at_a_documents_end(monkeypatch):
-    model = tiny()
-    texts = sample(model, "Hello, world", count=3, max_new_tokens=5, seed=1)
-    assert len(texts) == 3 and all(text.startswith("Hello, world") for text in texts)
-    assert texts == sample(model, "Hello, world", count=3, max_new_tokens=5, seed=1)
-    assert texts != sample(model, "Hello, world", count=3, max_new_tokens=5, seed=2)
-    ends = torch.tensor([[15496, 995, 50256, 995]])  # "Hello world<|endoftext|> world"
-    monkeypatch.setattr(model, "generate", lambda *_: ends)
-    assert sample(model, "Hello", count=1, max_new_tokens=3) == ["Hello world"]
-
-
-def test_the_command_and_its_errors(command, tmp_path):
-    save(tmp_path / "c", tiny())
-    save(tmp_path / "checkpoint_000009", tiny())
-    done = command("sample.py", "c", "--prompt", "Once upon", "--count", 2, "--max_new_tokens", 5, "--device", "cpu")
-    assert done.returncode == 0 and done.stdout.count("Once upon") == 2, done.stderr
-    expect_error(command("sample.py", ".", "--device", "cpu"), "run's folder", "checkpoint_000009")
-    expect_error(command("sample.py", "c", "--temperature", -1, "--device", "cpu"), "--temperature")
-    expect_error(command("sample.py", "some-name-that-is-not-there", "--device", "cpu"), "some-name-that-is-not-there")
-    expect_error(command("sample.py", "c", "--tempreature", 1), "--tempreature", "--temperature")
 
 
 def test_the_newest_and_the_best_stay(tmp_path):

@@ -9,6 +9,7 @@ from cli import UserError
 from hellaswag import LastWord, MultipleChoice, load_items
 from model import GPT, GPTConfig
 from parallel import Ranks
+from sample import generate
 from tokenizer import VOCAB_SIZE, get_tokenizer
 
 WORDS = "the man then woman sits down on a chair and starts to read his book while dog runs past it quickly".split()
@@ -79,7 +80,7 @@ def test_the_last_word():
     texts = [item["ctx"] + " " + word for item, word in zip(make_items(12), WORDS + ["antidisestablishmentarian"])]
     tokens = encode(texts[0].rpartition(" ")[0])
     texts[0] = get_tokenizer().decode(tokens) + get_tokenizer().decode(
-        model.generate(torch.tensor([tokens]), 1, temperature=0)[0, -1:].tolist()
+        next(generate(model, torch.tensor([tokens]), 1, temperature=0)).flatten().tolist()
     )
     hits, losses = [], []
     for text in texts:

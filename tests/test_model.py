@@ -173,40 +173,6 @@ def test_gpt2_has_its_parameters_and_its_initialization():
     )
 
 
-def greedy_without_cache(model, tokens, count):
-    for _ in range(count):
-        logits = model(tokens[:, -model.config.seq_len :])[:, -1]
-        tokens = torch.cat((tokens, logits.argmax(-1, keepdim=True)), dim=1)
-    return tokens
-
-
-@pytest.mark.parametrize("flash", [True, False])
-def test_cached_generation_is_the_plain_loop(flash):
-    model = tiny(flash=flash)
-    for name, parameter in model.named_parameters():
-        if "wte" not in name and "ln_" not in name:  # far from the residual stream's identity, so that text moves on
-            torch.nn.init.normal_(parameter, std=0.5)
-    model.transformer.wte.weight.data[301:] = 9  # and no padding is ever sampled, whatever stands in it
-    prompt = torch.randint(301, (2, 5))
-    expected = greedy_without_cache(model, prompt, 30)  # past seq_len = 24
-    assert torch.equal(model.generate(prompt, 30, temperature=0), expected)
-    assert len(expected[0, 5:].unique()) > 3
-
-
-def test_sampling_follows_its_settings():
-    model = tiny()
-    prompt = torch.randint(301, (64, 3))
-
-    def draw(**settings):
-        return model.generate(prompt, 4, generator=torch.Generator().manual_seed(7), **settings)
-
-    assert torch.equal(draw(top_k=5), draw(top_k=5))
-    assert torch.equal(draw(top_k=1), draw(temperature=0))
-    assert not torch.equal(draw(), draw(top_k=5))
-    likely = model(prompt)[:, -1].topk(5).indices
-    assert (draw(top_k=5)[:, 3:4] == likely).any(dim=1).all()
-
-
 @pytest.mark.parametrize(
     "make",
     [
