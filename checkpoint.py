@@ -16,9 +16,10 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
+import nanogpt
 from cli import UserError
 from files import digest, flush_to_disk
-from model import GPT, to_host
+from model import GPT, GPTConfig, to_host
 from tokenizer import VOCAB_SIZE, save_tokenizer
 
 MOMENTS = ("exp_avg", "exp_avg_sq")  # AdamW's
@@ -242,13 +243,18 @@ def set_random_state(states, device):
 
 
 def load_model(name, **options):
-    """The GPT in a checkpoint, in a Hugging Face folder, or on the hub; options are GPT.from_pretrained's.
+    """The GPT in a checkpoint, in a Hugging Face folder, on the hub, or in a .pt of nanoGPT or build-nanogpt.
 
-    Raises UserError when there is none.
+    options: GPT.from_pretrained's. Raises UserError when there is none.
     """
     load_config(name)
     with explained(name):
-        return GPT.from_pretrained(name, **options)
+        if not nanogpt.is_torch_file(name):
+            return GPT.from_pretrained(name, **options)
+        sizes, weights = nanogpt.load(name)
+        model = GPT(GPTConfig(**sizes, **options))
+        model.load_hugging_face(weights)
+        return model
 
 
 def load_config(name):
@@ -256,6 +262,8 @@ def load_config(name):
     if found := checkpoints(name):
         raise UserError(f"{name} is a run's folder: give one of its checkpoints, such as {found[0]}")
     with explained(name):
+        if nanogpt.is_torch_file(name):
+            return GPTConfig(**nanogpt.load(name)[0])
         config = GPT.pretrained_config(name)
     if config.vocab_size != VOCAB_SIZE:
         raise UserError(f"{name} has a vocabulary of {config.vocab_size}, but GPT-2's has {VOCAB_SIZE}")
@@ -270,6 +278,6 @@ def explained(name):
     except (OSError, ValueError, KeyError, SafetensorError) as error:
         reason = (str(error).strip() or "no reason given").splitlines()[0]
         raise UserError(
-            f"cannot load {name} ({type(error).__name__}: {reason}); give a checkpoint, a Hugging Face folder, or "
-            "gpt2, gpt2-medium, gpt2-large or gpt2-xl"
+            f"cannot load {name} ({type(error).__name__}: {reason}); give a checkpoint, a Hugging Face folder, gpt2, "
+            "gpt2-medium, gpt2-large or gpt2-xl, or a .pt of nanoGPT or build-nanogpt"
         ) from error
