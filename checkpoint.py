@@ -17,7 +17,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 import nanogpt
-from cli import UserError
+from cli import UserError, first_line, hub_errors
 from files import digest, flush_to_disk
 from model import GPT, GPTConfig, to_host
 from tokenizer import VOCAB_SIZE, save_tokenizer
@@ -275,9 +275,8 @@ def explained(name):
     """Errors of reading a model, as a UserError."""
     try:
         yield
-    except (OSError, ValueError, KeyError, SafetensorError) as error:
-        reason = (str(error).strip() or "no reason given").splitlines()[0]
+    except (*hub_errors(), KeyError, SafetensorError) as error:
         raise UserError(
-            f"cannot load {name} ({type(error).__name__}: {reason}); give a checkpoint, a Hugging Face folder, gpt2, "
-            "gpt2-medium, gpt2-large or gpt2-xl, or a .pt of nanoGPT or build-nanogpt"
+            f"cannot load {name} ({type(error).__name__}: {first_line(error)}); give a checkpoint, a Hugging Face "
+            "folder, gpt2, gpt2-medium, gpt2-large or gpt2-xl, or a .pt of nanoGPT or build-nanogpt"
         ) from error

@@ -12,6 +12,19 @@ class UserError(Exception):
     """Something a person can put right. Its text says what is wrong and what to do."""
 
 
+def hub_errors():
+    """What reading from the Hugging Face hub raises: its own errors, and those of whichever HTTP library it uses."""
+    from huggingface_hub.errors import HTTPError
+
+    return OSError, ValueError, HTTPError
+
+
+def first_line(error):
+    """What an error says, in one line, without the hub's request numbers."""
+    text = re.sub(r"\(?Request ID:[^)\n]*\)?", "", str(error))
+    return next((line.strip().rstrip(".") for line in text.splitlines() if line.strip()), type(error).__name__)
+
+
 OUT_OF_MEMORY_SIGNS = r"OutOfMemoryError|out of memory|can't allocate memory|STATUS_ALLOC_FAILED|exitcode *: -9"
 out_of_memory_hint = "use a smaller --micro_batch_size"
 

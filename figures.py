@@ -8,17 +8,22 @@ PALETTE = ("#2f6fbb", "#c77d2e", "#4f9d69", "#b5495b", "#7d5ba6", "#8a8f98")
 HEAT = "Blues"
 
 
-def new_figure(width, height, columns=1, **options):
-    """A figure of width × height inches with a row of axes, in one style."""
+def new_figure(width, height, columns=1, rows=1, **options):
+    """A figure of width × height inches with a row of axes, or rows of them, in one style."""
     from matplotlib.figure import Figure  # half a second that training need not wait for
 
     figure = Figure(figsize=(width, height), dpi=160, layout="constrained")
-    axes = figure.subplots(1, columns, squeeze=False, **options)[0]
-    for ax in axes:
+    axes = figure.subplots(rows, columns, squeeze=False, **options)
+    for ax in axes.flat:
         ax.spines[["top", "right"]].set_visible(False)
         ax.spines[["left", "bottom"]].set_color(RULE)
         ax.tick_params(which="both", colors=INK, length=0, labelsize=9)
-    return figure, axes
+    return figure, axes if rows > 1 else axes[0]
+
+
+def colors(count):
+    """One a curve: PALETTE's, again from its start if they do not suffice."""
+    return [PALETTE[i % len(PALETTE)] for i in range(count)]
 
 
 def thousands(value):

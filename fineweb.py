@@ -28,7 +28,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from cli import UserError, parse, run
+from cli import UserError, first_line, hub_errors, parse, run
 from files import digest
 from shards import MANIFEST, Folder, fill_shards, open_shard, read_manifest
 from tokenizer import get_tokenizer, tokenize
@@ -89,19 +89,13 @@ def find_source(flags, revision=None):
 def find_on_hub(subset, revision):
     """The URLs of FineWeb-Edu's files, hf://datasets/NAME@COMMIT/PATH, in the dataset's order."""
     from datasets import load_dataset_builder
-    from httpx import HTTPError
 
     try:
         return list(load_dataset_builder(REPOSITORY, subset, revision=revision).config.data_files["train"])
-    except (OSError, ValueError, HTTPError) as error:
+    except hub_errors() as error:
         raise UserError(
-            f"cannot read FineWeb-Edu {subset} from the hub: {first_line(error)}; local parquet files go in with "
-            "--input, and an interrupted call goes on after the last whole shard"
+            f"cannot read FineWeb-Edu {subset} from the hub: {first_line(error)}; --input takes local parquet files"
         ) from error
-
-
-def first_line(error):
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def numbers(path):
@@ -137,7 +131,9 @@ def open_parquet(path):
     import pyarrow.parquet as pq
 
     with explained(path):
-        file = pq.ParquetFile(fsspec.open(str(path), "rb").open(), buffer_size=2**23)
+        files, name = fsspec.core.url_to_fs(str(path))
+        # a row group's text in one request: fsspec would read ahead 5 MB beyond each
+        file = pq.ParquetFile(files.open(name, "rb", cache_type="none"), buffer_size=2**23)
         kinds = dict(zip(file.schema_arrow.names, file.schema_arrow.types))
     if "text" not in kinds:
         raise UserError(f"{path}: there is no column named text, only {', '.join(kinds)}")
@@ -149,11 +145,9 @@ def open_parquet(path):
 @contextlib.contextmanager
 def explained(path):
     """Errors of reading a file, as a UserError (others do not all come whole out of a worker)."""
-    from httpx import HTTPError
-
     try:
         yield
-    except (OSError, ValueError, HTTPError) as error:
+    except hub_errors() as error:
         raise UserError(
             f"cannot read {path}: {first_line(error)}; the same command goes on after the last whole shard"
         ) from error
@@ -171,7 +165,7 @@ def tokenize_rows(path, group, batch):
     return tokenize([(text or b"").decode(errors="replace") for text in column.cast("large_binary").to_pylist()])
 
 
-def start_worker():
+def start_worker(_):
     """Ctrl-C is for the parent; a parent that is killed takes its workers along."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     parent = multiprocessing.parent_process()
@@ -191,7 +185,10 @@ def tasks(paths, state):
 def pieces_of_text(paths, state, workers):
     """Yield (state, tokens) of parquet files, in order. Each process reads for itself, so that no text is passed on
     (and threads would hold each other up). Raises UserError when a file cannot be read."""
-    pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), start_worker)
+    import fsspec
+
+    files = fsspec.core.url_to_fs(str(paths[0]))[0]  # comes with what it knows of the hub, so that no worker asks again
+    pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), start_worker, (files,))
     ahead = collections.deque()
     try:
         for task in tasks(paths, state or (0, 0, 0)):

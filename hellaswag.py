@@ -21,7 +21,7 @@ from tqdm import tqdm
 
 import checkpoint
 import parallel
-from cli import UserError, parse, run
+from cli import UserError, first_line, hub_errors, parse, run
 from tokenizer import get_tokenizer
 
 DATASETS = {
@@ -56,11 +56,11 @@ def load_items(name, path=None):
         else:
             items = [dict(ctx=item["ctx"], endings=list(item["endings"]), label=int(item["label"])) for item in items]
             wrong = next((i for i in items if len(i["endings"]) < 2 or not 0 <= i["label"] < len(i["endings"])), None)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+    except (*hub_errors(), KeyError, TypeError, AttributeError) as error:
         raise UserError(
-            f"cannot read {name} from {path or 'the hub'} ({type(error).__name__}: {reason}); hellaswag.py takes it as "
-            "--data FILE.jsonl, train_gpt2.py as --hellaswag_data FILE.jsonl, or does without: --hellaswag_every 0"
+            f"cannot read {name} from {path or 'the hub'} ({type(error).__name__}: {first_line(error)}); hellaswag.py "
+            "takes it as --data FILE.jsonl, train_gpt2.py as --hellaswag_data FILE.jsonl, or does without it: "
+            "--hellaswag_every 0"
         ) from error
     if not items or wrong:
         raise UserError(

@@ -17,6 +17,7 @@ import torch
 
 import checkpoint
 import cli
+import curves
 import demo
 import ladder
 import parallel
@@ -275,6 +276,7 @@ def main():
             print("Next: `python fineweb.py` makes real data, then `python train_gpt2.py` trains GPT-2 124M on it.")
             print("`python train_gpt2.py --help` lists the flags.")
         log.close(finished=not stopping)
+        curves.draw_own(log.folder)
     del train_forward
     parallel.stop()
 

@@ -1,0 +1,123 @@
+"""Curves of one run or several over tokens: loss, HellaSwag, throughput, gradient norm.
+
+    python curves.py log/RUN [log/OTHER ...]
+
+Every run of some length leaves its own at its end, as log/RUN/curves.png.
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import tyro
+
+import figures
+from cli import UserError, parse, run
+
+# OpenAI's weights of GPT-2 124M on the same evaluations, as build-nanogpt measured them
+LOSS_MARK, HELLASWAG_MARK = 3.2924, 0.2955
+FEWEST_STEPS = 20  # that are worth a figure of their own
+
+
+@dataclass
+class Flags:
+    """Draw the curves of runs."""
+
+    runs: tyro.conf.Positional[tuple[str, ...]]
+    """Runs' folders."""
+    out: str | None = None
+    """The PNG; by default curves.png in the folder of the first run."""
+
+
+def read(folder):
+    """{name: (tokens, values)} of what a run logged. Raises UserError when it is no run's folder."""
+    path = Path(folder) / "metrics.jsonl"
+    series = {}
+    try:
+        lines = path.read_text().splitlines()
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}; give folders of runs, such as log/RUN") from error
+    for line in lines:
+        try:
+            row = json.loads(line)
+            tokens = row["tokens"]
+        except (ValueError, KeyError, TypeError):
+            continue  # a run that goes on may be writing its last line
+        for name, value in row.items():
+            if isinstance(value, int | float):
+                xs, ys = series.setdefault(name, ([], []))
+                xs.append(tokens)
+                ys.append(value)
+    if not series:
+        raise UserError(f"{path}: nothing is logged there yet")
+    return series
+
+
+def draw(folders, path):
+    """A PNG of the runs' curves. Raises UserError when a run cannot be read, OSError when path cannot be written."""
+    runs = {Path(folder).resolve().name: read(folder) for folder in folders}
+    most = max(tokens for series in runs.values() for tokens in series["step"][0])
+    scale, unit = next(
+        (s, u) for s, u in ((1e9, "billion "), (1e6, "million "), (1e3, "thousand "), (1, "")) if most >= s or s == 1
+    )
+    figure, ((loss, hellaswag), (speed, norm)) = figures.new_figure(12, 7.5, columns=2, rows=2)
+
+    def line(ax, series, name, color, **style):
+        xs, ys = series.get(name, ((), ()))
+        if xs:
+            ax.plot([x / scale for x in xs], ys, color=color, **style)
+
+    for (name, series), color in zip(runs.items(), figures.colors(len(runs))):
+        line(loss, series, "train_loss", color, linewidth=0.8, alpha=0.45)
+        line(loss, series, "val_loss", color, linewidth=1.8, marker="o", markersize=3, label=name)
+        line(hellaswag, series, "hellaswag_acc_norm", color, linewidth=1.8, marker="o", markersize=3)
+        # not the first step, which compiles
+        speeds = {key: (xs[1:], ys[1:]) for key, (xs, ys) in series.items()}
+        line(speed, speeds, "tokens_per_sec", color, linewidth=0.8)
+        line(norm, series, "grad_norm", color, linewidth=0.8)
+    for ax, mark, text in ((loss, LOSS_MARK, "GPT-2 124M on FineWeb-Edu"), (hellaswag, HELLASWAG_MARK, "GPT-2 124M")):
+        ax.set_visible(bool(ax.lines))  # HellaSwag may be off
+        ax.axhline(mark, color=figures.MUTED, linewidth=1, linestyle="--")
+        ax.text(1, mark, f"{text} {mark} ", transform=ax.get_yaxis_transform(), ha="right", va="bottom", fontsize=9)
+    titles = (
+        "loss (training thin, validation with dots)",
+        "HellaSwag, acc_norm",
+        "tokens/sec",
+        "gradient norm, before clipping",
+    )
+    for ax, title in zip((loss, hellaswag, speed, norm), titles):
+        ax.set_title(title, loc="left", fontsize=10, color=figures.MUTED)
+        ax.set_xlabel(f"{unit}tokens", color=figures.INK)
+        ax.grid(axis="y", color=figures.RULE, linewidth=0.6)
+    speed.set_ylim(bottom=0)
+    speed.yaxis.set_major_formatter(lambda value, _: figures.thousands(value))
+    norm.set_yscale("log")
+    if len(runs) > 1:
+        figure.legend(*loss.get_legend_handles_labels(), loc="outside lower center", ncols=3, frameon=False, fontsize=9)
+    figure.suptitle(", ".join(runs) if len(runs) == 1 else f"{len(runs)} runs", x=0.01, ha="left", color=figures.INK)
+    figure.savefig(path)
+
+
+def draw_own(folder):
+    """A run's own, at its end, which must not fail for it."""
+    try:
+        if len(read(folder).get("train_loss", ((), ()))[0]) >= FEWEST_STEPS:
+            draw([folder], Path(folder) / "curves.png")
+    except (OSError, UserError) as error:
+        print(f"no curves.png: {error}")
+
+
+def main():
+    flags = parse(Flags)
+    if not flags.runs:
+        raise UserError("give the folders of runs, such as log/RUN")
+    path = Path(flags.out or Path(flags.runs[0]) / "curves.png")
+    try:
+        draw(flags.runs, path)
+    except (OSError, ValueError) as error:  # matplotlib's, of an --out that is no picture
+        raise UserError(f"cannot write {path}: {error}") from error
+    print(path)
+
+
+if __name__ == "__main__":
+    run(main)
