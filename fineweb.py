@@ -34,7 +34,7 @@ from shards import MANIFEST, Folder, fill_shards, open_shard, read_manifest
 from tokenizer import get_tokenizer, tokenize
 
 REPOSITORY = "HuggingFaceFW/fineweb-edu"
-DOCUMENTS_PER_TASK = 4096  # or a row group, which in FineWeb-Edu has 1,000
+DOCUMENTS_PER_TASK = 4096  # or a row group, where it has fewer
 TASKS_AHEAD = 4  # for each worker
 # What the dataset's card says each subset holds, for the progress bar
 SUBSET_TOKENS = {"sample-10BT": 10e9, "sample-100BT": 100e9, "sample-350BT": 350e9}

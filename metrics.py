@@ -16,6 +16,7 @@ import torch
 
 from checkpoint import checkpoints, unused_name
 from cli import UserError
+from files import whole, write_json
 from resume import LOCK, facts_of, launch, lock
 
 SPIKE = 5  # a loss this many standard deviations above the mean of the last SPIKE_WINDOW is marked
@@ -167,16 +168,12 @@ class RunLog:
                 continue  # torn by the end of the run before
             if step < training["step"] or (step == training["step"] and stream != "train" and training["evaluated"]):
                 kept.append(line)
-        self._write_whole(path, "".join(kept))
+        with whole(path) as file:
+            file.write("".join(kept).encode())
         return open(path, "a", buffering=1)
 
     def _write_facts(self):
-        self._write_whole(self.folder / "config.json", json.dumps(self.facts, indent=2) + "\n")
-
-    def _write_whole(self, path, text):
-        unfinished = path.with_name(path.name + ".unfinished")
-        unfinished.write_text(text)
-        unfinished.rename(path)
+        write_json(self.folder / "config.json", self.facts)
 
     # ---- wandb: never asks, never stops training
 
