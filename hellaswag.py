@@ -32,7 +32,7 @@ DATASETS = {
 # harness), and Brown et al. 2020, table H.1
 MARKS = {
     "HellaSwag": "GPT-2 124M: acc 0.2859, acc_norm 0.2955; 1558M: 0.3842, 0.4893; GPT-3 125M: acc 0.337",
-    "LAMBADA": "GPT-2 124M: acc 0.326, perplexity 40.1; 1558M: 0.512, 10.6; GPT-3 125M: 0.427, 18.6",
+    "LAMBADA": "GPT-2 124M: acc 0.3256, perplexity 40.06; GPT-3 125M: 0.427, 18.6",
 }
 SHAPES = 3  # widths of rows: each is a graph to compile; one would be half again as much padding
 
