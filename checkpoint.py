@@ -247,14 +247,15 @@ def load_model(name, **options):
 
     options: GPT.from_pretrained's. Raises UserError when there is none.
     """
+    if nanogpt.is_torch_file(name):
+        with explained(name):
+            sizes, weights = nanogpt.load(name)
+            model = GPT(GPTConfig(**sizes, **options))
+            model.load_hugging_face(weights)
+            return model
     load_config(name)
     with explained(name):
-        if not nanogpt.is_torch_file(name):
-            return GPT.from_pretrained(name, **options)
-        sizes, weights = nanogpt.load(name)
-        model = GPT(GPTConfig(**sizes, **options))
-        model.load_hugging_face(weights)
-        return model
+        return GPT.from_pretrained(name, **options)
 
 
 def load_config(name):

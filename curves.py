@@ -5,6 +5,7 @@
 Every run of some length leaves its own at its end, as log/RUN/curves.png.
 """
 
+import itertools
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -67,7 +68,7 @@ def draw(folders, path):
         if xs:
             ax.plot([x / scale for x in xs], ys, color=color, **style)
 
-    for (name, series), color in zip(runs.items(), figures.colors(len(runs))):
+    for (name, series), color in zip(runs.items(), itertools.cycle(figures.PALETTE)):
         line(loss, series, "train_loss", color, linewidth=0.8, alpha=0.45)
         line(loss, series, "val_loss", color, linewidth=1.8, marker="o", markersize=3, label=name)
         line(hellaswag, series, "hellaswag_acc_norm", color, linewidth=1.8, marker="o", markersize=3)

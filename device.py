@@ -6,7 +6,7 @@ import shutil
 
 import torch
 
-from cli import UserError
+from cli import UserError, first_line
 from tokenizer import VOCAB_SIZE
 
 
@@ -100,8 +100,7 @@ def fit_attention(config, device, reasons):
             attention.plan(*sizes, torch.bfloat16 if config.autocast == "bf16" else torch.float16, device, backward)
     except (RuntimeError, attention.NotSupported) as error:
         config.packed_attention = False
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        reasons.append(f"packed_attention is off: cuDNN says {reason}")
+        reasons.append(f"packed_attention is off: cuDNN says {first_line(error)}")
 
 
 def missing_compiler(device):

@@ -21,11 +21,6 @@ def new_figure(width, height, columns=1, rows=1, **options):
     return figure, axes if rows > 1 else axes[0]
 
 
-def colors(count):
-    """One a curve: PALETTE's, again from its start if they do not suffice."""
-    return [PALETTE[i % len(PALETTE)] for i in range(count)]
-
-
 def thousands(value):
     """A rate in a few characters: 527k, 1.05M."""
     if value < 1e3:
