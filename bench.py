@@ -5,7 +5,6 @@ python bench.py --steps 50 --fp8 --no_flash        # any flag of train_gpt2.py
 torchrun --standalone --nproc_per_node=8 bench.py
 """
 
-import contextlib
 import statistics
 import sys
 import time
@@ -52,12 +51,17 @@ def main():
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=config.autocast != "off")
     torch.manual_seed(config.seed)
     sizes = dict(n_layer=config.n_layer, n_head=config.n_head, n_embd=config.n_embd)
-    model = GPT(GPTConfig(seq_len=T, **sizes, **{name: getattr(config, name) for name in MODEL_SWITCHES})).to(device)
+    model = GPT(GPTConfig(seq_len=T, **sizes, **{name: getattr(config, name) for name in MODEL_SWITCHES}))
+    parallel.checkpoint_activations(model, config.activation_checkpointing)
+    if config.parallel == "ddp":
+        model.to(device)
+    else:
+        parallel.shard(model, config, ranks)
     if config.fp8:
         import fp8
 
         fp8.convert(model, targets=accumulation_steps(0, config, ranks.world_size) * B * T)
-    forward = parallel.wrap_ddp(torch.compile(model, dynamic=False) if config.compile else model, ranks)
+    forward = parallel.wrap_ddp(torch.compile(model, dynamic=False) if config.compile else model, config, ranks)
     optimizer = make_optimizer(model, config)
     tokens = torch.randint(model.config.vocab_size, (B, T + 1), device=device)
     x, y = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
@@ -70,8 +74,7 @@ def main():
         start = time.perf_counter()
         loss_sum = torch.zeros((), device=device)
         for micro_step in range(micro_steps):
-            alone = ranks.world_size > 1 and micro_step < micro_steps - 1
-            with forward.no_sync() if alone else contextlib.nullcontext():
+            with parallel.micro_batch(model, forward, config, last=micro_step == micro_steps - 1):
                 with autocast:
                     loss = forward(x, y) / micro_steps
                 loss.backward()

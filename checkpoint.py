@@ -1,11 +1,13 @@
 """Checkpoints: a Hugging Face folder (config.json, model.safetensors, the tokenizer), and in it what resuming needs as
-well: optimizer.safetensors (AdamW's moments, fp8's scales, random states) and training.json (everything else).
+well: optimizer.safetensors (AdamW's moments, fp8's scales, random states) and training.json (everything else). A model
+in pieces over the ranks has pieces, shard-*.safetensors, for both files; export.py puts the model's together.
 
 A checkpoint appears whole or not at all: it is written under another name, flushed to disk, read back against what was
 written, and then renamed. Nothing in it can execute when it is loaded.
 """
 
 import contextlib
+import dataclasses
 import json
 import math
 import shutil
@@ -13,13 +15,15 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 import nanogpt
+import sharded
 from cli import UserError, first_line, hub_errors
 from files import digest, flush_to_disk
-from model import GPT, GPTConfig, to_host
+from model import GPT, GPTConfig, stored, to_host
 from tokenizer import VOCAB_SIZE, save_tokenizer
 
 MOMENTS = ("exp_avg", "exp_avg_sq")  # AdamW's
@@ -31,7 +35,12 @@ WEIGHTS, STATE, TRAINING = "model.safetensors", "optimizer.safetensors", "traini
 
 
 def snapshot(model, optimizer, ranks):
-    """Copies in host memory of what a checkpoint holds in tensors: weights, and state. To be called on every rank."""
+    """Copies in host memory of what a checkpoint holds in tensors. To be called on every rank.
+
+    Rank 0 gets two dictionaries, weights and state. Of a model in pieces every rank gets one, with its own.
+    """
+    if sharded.is_sharded(model):
+        return sharded_snapshot(model, optimizer, ranks)
     state = {f"random.{rank}": random for rank, random in enumerate(ranks.gather(random_state(ranks.device)))}
     if scaled := scaled_modules(model):
         scales = torch.cat([module.scales[:, 0] for module in scaled])
@@ -39,7 +48,7 @@ def snapshot(model, optimizer, ranks):
     if not ranks.is_main:
         return None
     for name, parameter in model.named_parameters():
-        own = optimizer.state[parameter] or fresh_state(parameter)
+        own = optimizer.state.get(parameter) or fresh_state(parameter)
         state["adamw_steps"] = own["step"]  # the same for all
         for moment in MOMENTS:
             state[f"{moment}.{name}"] = without_padding(name, own[moment], model)
@@ -47,9 +56,19 @@ def snapshot(model, optimizer, ranks):
     return model.to_hugging_face(), state
 
 
+def sharded_snapshot(model, optimizer, ranks):
+    tensors = {}
+    for name, parameter in model.named_parameters():
+        own = optimizer.state.get(parameter) or fresh_state(parameter)
+        tensors[name] = stored(name, parameter.detach())
+        tensors |= {f"{moment}.{name}": own[moment] for moment in MOMENTS}
+    state = {"adamw_steps": own["step"].cpu(), f"random.{ranks.rank}": random_state(ranks.device)}
+    return state | sharded.host_pieces(tensors)
+
+
 def fresh_state(parameter):
     """AdamW's before its first step, which fp16's scaler may have skipped."""
-    return dict(step=torch.zeros(()), **{moment: torch.zeros_like(parameter) for moment in MOMENTS})
+    return dict(step=torch.zeros(()), **{moment: torch.zeros_like(parameter.detach()) for moment in MOMENTS})
 
 
 def random_state(device):
@@ -70,46 +89,70 @@ def without_padding(name, tensor, model):
     return tensor[: model.config.vocab_size] if name.endswith("wte.weight") else tensor
 
 
-def write(folder, model, weights, state, training):
-    """Write a snapshot and `training`, a JSON-able dictionary, to a new folder, which appears whole or not at all."""
+def write(folder, model, tensors, training, group=None):
+    """Write a snapshot and `training`, a JSON-able dictionary, to a new folder, which appears whole or not at all.
+
+    For a model in pieces every rank calls this with the group (gloo) of all. Rank 0 alone needs training.
+    """
     folder = Path(folder)
     unfinished = folder.with_name(folder.name + ".unfinished")
-    if unfinished.exists():
-        shutil.rmtree(unfinished)
-    unfinished.mkdir(parents=True)
-    model.save_pretrained(unfinished, weights)
+    hashes = {}
+    if group:
+        hashes = sharded.write(unfinished, tensors, group)
+        if dist.get_rank(group) > 0:
+            return
+        model.save_config(unfinished)
+    else:
+        if unfinished.exists():
+            shutil.rmtree(unfinished)
+        unfinished.mkdir(parents=True)
+        weights, state = tensors
+        model.save_pretrained(unfinished, weights)
+        save_file(state, unfinished / STATE)
+        (unfinished / STATE).chmod(0o644)  # safetensors leaves it readable to its owner alone
+        for name, written in ((WEIGHTS, weights), (STATE, state)):
+            sharded.check_written(unfinished / name, written)
     save_tokenizer(unfinished)
-    save_file(state, unfinished / STATE)
-    (unfinished / STATE).chmod(0o644)  # safetensors leaves it readable to its owner alone
-    hashes = {path.name: digest(path) for path in sorted(unfinished.iterdir())}
+    hashes |= {path.name: digest(path) for path in sorted(unfinished.iterdir()) if path.name not in hashes}
     (unfinished / TRAINING).write_text(json.dumps(training | dict(sha256=hashes), indent=2) + "\n")
     for path in [*unfinished.iterdir(), unfinished]:
         flush_to_disk(path)
-    for name, written in ((WEIGHTS, weights), (STATE, state)):
-        on_disk = load_file(unfinished / name)
-        if on_disk.keys() != written.keys() or not all(torch.equal(on_disk[key], written[key]) for key in written):
-            raise OSError(f"{unfinished / name} does not read back as it was written")
     unfinished.rename(folder)
     flush_to_disk(folder.parent)
     return folder
 
 
+def start_writer(config, step, ranks):
+    """The Writer of a run that is at `step`, on those ranks that write: rank 0, or all of a model in pieces."""
+    group = None if config.parallel == "ddp" else dist.new_group(backend="gloo")
+    if ranks.is_main or group:
+        return Writer(Path(config.log_dir) / config.run_name, config.keep_checkpoints, step, group)
+    return None
+
+
 class Writer:
     """Writes checkpoints of a run in a thread, one at a time, and keeps the newest and the best of them."""
 
-    def __init__(self, folder, keep, step=0):
-        """step: where the run goes on from; what is newer belongs to a past that it left, and is set aside."""
+    def __init__(self, folder, keep, step=0, group=None):
+        """step: where the run goes on from; what is newer belongs to a past that it left, and is set aside.
+
+        group: as write takes it; then every rank has a Writer, and they do the same at the same time.
+        """
         self.folder = Path(folder)
         self.keep = keep
+        self.group = group
+        self.is_main = not group or dist.get_rank(group) == 0
+        self._thread = ThreadPoolExecutor(1)
+        self._writing = None
+        self.failed = False  # the last one that was waited for
+        if not self.is_main:
+            return
         for torn in self.folder.glob("checkpoint_*.unfinished"):  # by the end of the run before
             shutil.rmtree(torn, ignore_errors=True)
         for path in checkpoints(self.folder):
             if number(path) > step:
                 aside = path.rename(unused_name(path.with_name(path.name + ".abandoned")))
                 print(f"{path} is from after step {step}: set aside as {aside.name}")
-        self._thread = ThreadPoolExecutor(1)
-        self._writing = None
-        self.failed = False  # the last one that was waited for
 
     def start(self, model, tensors, training):
         """Begin to write; returns the folder that will appear. What was begun before has to be waited for first."""
@@ -128,14 +171,18 @@ class Writer:
         except (OSError, SafetensorError) as error:
             self.failed = True
             found = checkpoints(self.folder)
-            print(f"the checkpoint was not written ({error}); {found[0] if found else 'none'} is the last")
+            if self.is_main:
+                print(f"the checkpoint was not written ({error}); {found[0] if found else 'none'} is the last")
 
     def _write(self, folder, model, tensors, training):
         try:
-            write(folder, model, *tensors, training)
+            write(folder, model, tensors, training, self.group)
         except (OSError, SafetensorError):
-            shutil.rmtree(folder.with_name(folder.name + ".unfinished"), ignore_errors=True)
+            if self.is_main:
+                shutil.rmtree(folder.with_name(folder.name + ".unfinished"), ignore_errors=True)
             raise
+        if not self.is_main:
+            return
         try:
             self._prune()
         except OSError as error:
@@ -213,7 +260,8 @@ def read_training(folder):
     if not (
         isinstance(training, dict)
         and all(isinstance(training.get(name), kind) for name, kind in kinds.items())
-        and training["sha256"].keys() >= {WEIGHTS, STATE, "config.json"}
+        and "config.json" in training["sha256"]
+        and (training["sha256"].keys() >= {WEIGHTS, STATE} or any(map(sharded.is_piece, training["sha256"])))
     ):
         raise UserError(f"{folder} has no training state to resume from: train from its weights with --init_from")
     return training
@@ -253,7 +301,15 @@ def load_model(name, **options):
             model = GPT(GPTConfig(**sizes, **options))
             model.load_hugging_face(weights)
             return model
-    load_config(name)
+    config = load_config(name)
+    if any(map(sharded.is_piece, (path.name for path in Path(name).glob("*")))):
+        model = GPT(dataclasses.replace(config, **options))
+        weights = {name: stored(name, parameter.detach()) for name, parameter in model.named_parameters()}
+        if missing := [file for file in read_training(name)["sha256"] if not (Path(name) / file).exists()]:
+            raise UserError(f"{name} is damaged: {missing[0]} is missing")
+        with explained(name):
+            sharded.load(name, weights)
+        return model
     with explained(name):
         return GPT.from_pretrained(name, **options)
 

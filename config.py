@@ -10,6 +10,7 @@ import torch
 
 from cli import UserError
 from device import choose_micro_batch_size, fit_attention, fit_device, nearest_multiples
+from parallel import row_length
 
 # flags that the model has too
 MODEL_SWITCHES = ("flash", "pad_vocab", "bf16_residual", "fused_loss", "fused_gelu", "packed_attention")
@@ -64,6 +65,16 @@ class Config:
     """Fixes the initial weights, the order of the data, and the samples."""
     deterministic: bool = False
     """The same bits each time on the same kind of device, for a price; without it a GPU adds in varying order."""
+
+    parallel: Literal["ddp", "zero2", "zero3", "hsdp"] = "ddp"
+    """What each of several GPUs holds. ddp: everything. zero2: all weights in bf16, and its part of what AdamW needs.
+    zero3: its part of all. hsdp: its part of a copy that each machine has."""
+    shard_ranks: int | None = None
+    """The ranks over which hsdp spreads a copy; by default those of a machine."""
+    bf16_gradients: bool = False
+    """Average gradients over the GPUs in bf16: half the bytes to send."""
+    activation_checkpointing: Literal["off", "full", "selective"] = "off"
+    """Compute a block again in backward instead of keeping what it computed: all of it, or only what is cheap."""
 
     micro_batch_size: int | None = None
     """Sequences a device takes at once; by default what fits it. Changes speed and memory, not the result."""
@@ -261,6 +272,7 @@ def resolve(config, ranks, pretrained=None, resumed=None, step=0):
             )
     if new.device == "auto":
         new.device = ranks.device.type
+    fit_ranks(new, ranks, reasons)
     fit_device(new, ranks.device, reasons)
 
     share = new.seq_len * ranks.world_size  # tokens in one sequence on every rank
@@ -290,8 +302,29 @@ def resolve(config, ranks, pretrained=None, resumed=None, step=0):
         )
     if new.run_name is None:
         kind = "demo" if new.demo else new.model if new.init_from == "scratch" else Path(new.init_from).name
-        new.run_name = f"{kind}-{time.strftime('%Y%m%d-%H%M%S')}"
+        new.run_name = ranks.share(f"{kind}-{time.strftime('%Y%m%d-%H%M%S')}")
     return new, reasons
+
+
+def fit_ranks(config, ranks, reasons):
+    """Settle, in place, how the model is spread over this many ranks. Raises UserError where that cannot be."""
+    if config.shard_ranks and config.parallel != "hsdp":
+        raise UserError(f"--shard_ranks is for --parallel hsdp, this is {config.parallel}")
+    if ranks.world_size == 1:
+        if config.parallel != "ddp":
+            config.parallel, config.shard_ranks = "ddp", None
+            reasons.append("parallel is ddp: there is one rank")
+        if config.bf16_gradients:
+            config.bf16_gradients = False
+            reasons.append("bf16_gradients is off: there is one rank")
+    if config.parallel == "hsdp":
+        config.shard_ranks = row_length(config, ranks)
+        if ranks.world_size % config.shard_ranks:
+            raise UserError(f"--shard_ranks {config.shard_ranks} does not divide the {ranks.world_size} ranks")
+        if ranks.world_size == config.shard_ranks:
+            reasons.append("hsdp is zero3 here: one copy takes all ranks")
+    if config.parallel != "ddp" and config.autocast == "fp16":
+        raise UserError(f"--autocast fp16 scales its gradients, which goes with --parallel ddp, not {config.parallel}")
 
 
 def check_given(arguments, reasons):
@@ -306,6 +339,7 @@ def check_bounds(config):
     """Raises UserError for a number that no run can have."""
     lowest = dict.fromkeys(("n_layer", "n_head", "n_embd", "seq_len", "micro_batch_size", "total_batch_size"), 1)
     lowest |= dict.fromkeys(("max_steps", "val_steps", "ladder_steps", "keep_checkpoints", "max_bad_steps"), 1)
+    lowest["shard_ranks"] = 1
     lowest |= dict.fromkeys((*EVALUATIONS, "seed", "profile"), 0)
     lowest |= dict.fromkeys(
         ("lr", "min_lr_ratio", "warmup_steps", "weight_decay", "grad_clip", "batch_warmup_steps"), 0

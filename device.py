@@ -74,6 +74,8 @@ def missing_for(name, config, device):
         return f"{gpu} is older than Hopper"
     if name == "fp8" and config.autocast != "bf16":
         return "it goes with --autocast bf16"
+    if name == "fp8" and config.parallel != "ddp":
+        return "it goes with --parallel ddp"
     if missing := missing_compiler(device):
         return f"Triton needs {missing}, and this machine has none"
     return import_error("kernels", "triton")

@@ -265,13 +265,8 @@ class GPT(nn.Module):
             **options,
         )
 
-    def save_pretrained(self, folder, weights=None):
-        """Write config.json and model.safetensors as `transformers` reads them. The folder must exist.
-
-        weights: what to_hugging_face returned earlier; by default what it returns now.
-        """
-        from safetensors.torch import save_file
-
+    def save_config(self, folder):
+        """Write config.json as `transformers` reads it. The folder must exist."""
         c = self.config
         description = dict(
             architectures=["GPT2LMHeadModel"],
@@ -291,6 +286,15 @@ class GPT(nn.Module):
             tie_word_embeddings=True,
         )
         (Path(folder) / "config.json").write_text(json.dumps(description, indent=2) + "\n")
+
+    def save_pretrained(self, folder, weights=None):
+        """Write config.json and model.safetensors as `transformers` reads them. The folder must exist.
+
+        weights: what to_hugging_face returned earlier; by default what it returns now.
+        """
+        from safetensors.torch import save_file
+
+        self.save_config(folder)
         path = Path(folder) / "model.safetensors"
         save_file(weights or self.to_hugging_face(), path, metadata={"format": "pt"})
         path.chmod(0o644)  # safetensors leaves it readable to its owner alone
@@ -299,11 +303,9 @@ class GPT(nn.Module):
         """Copies of the weights in host memory, by Hugging Face's names: no padding, the tied head not repeated."""
         weights = {}
         for name, parameter in self.named_parameters():
-            weight = parameter.detach()
+            weight = stored(name, parameter.detach())
             if name.endswith("wte.weight"):
                 weight = weight[: self.config.vocab_size]
-            if name.endswith(TRANSPOSED):
-                weight = weight.t()
             weights[name] = to_host(weight.contiguous())
         return weights
 
@@ -318,8 +320,7 @@ class GPT(nn.Module):
             weight = weights.get(name.removeprefix("transformer."))
             if weight is None:
                 raise ValueError(f"the weights lack {name}")
-            if name.endswith(TRANSPOSED):
-                weight = weight.t()
+            weight = stored(name, weight)
             if name.endswith("wte.weight"):
                 parameter.zero_()
                 parameter = parameter[: self.config.vocab_size]
@@ -328,6 +329,11 @@ class GPT(nn.Module):
                     f"{name} is {tuple(weight.shape)} in the weights, {tuple(parameter.shape)} in the model"
                 )
             parameter.copy_(weight)
+
+
+def stored(name, weight):
+    """A weight as OpenAI's files have it, or back from that."""
+    return weight.t() if name.endswith(TRANSPOSED) else weight
 
 
 def to_host(tensor):

@@ -1,5 +1,12 @@
-"""Ranks and their devices: the process group, and DDP around the model."""
+"""Ranks and their devices, and how a model is spread over them: DDP, ZeRO by FSDP2, activation checkpointing.
 
+All of it is applied to the model from outside. The ranks form one mesh of (replicate, shard): the ranks of a row hold a
+copy of the weights between them, and there are as many copies as rows. With ddp a row is one rank, with zero2 and zero3
+it is all of them, with hsdp those of a machine.
+"""
+
+import contextlib
+import functools
 import gc
 import os
 from dataclasses import dataclass
@@ -7,7 +14,13 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 import torch.distributed.nn.functional  # imported once there is a group, its default arguments would hold the group
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import checkpoint as recompute
 
 from cli import UserError
 
@@ -124,12 +137,117 @@ def stop():
         dist.destroy_process_group()
 
 
-def wrap_ddp(model, ranks):
-    """The model with its gradients averaged over ranks in backward (outside no_sync()). One rank: the model itself.
+# ----------------------------------------------------------------------------------------------------------------------
+# The model over the ranks
+
+
+def row_length(config, ranks):
+    """How many ranks hold one copy of the weights between them."""
+    machine = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    return {"ddp": 1, "hsdp": config.shard_ranks or machine}.get(config.parallel, ranks.world_size)
+
+
+def shard(model, config, ranks):
+    """Spread a GPT's weights, gradients and AdamW's state over the ranks (Rajbhandari et al. 2020, "ZeRO"), in place.
+
+    Each piece is gathered in bf16 before it computes, block by block while the one before is at work, and float32 stays
+    in the shards. zero2 keeps what it has gathered until the step ends; zero3 and hsdp let go of it at once. The model
+    may be in host memory: it goes to the devices a block at a time.
+    https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html
+    """
+    size = row_length(config, ranks)
+    shape = (ranks.world_size // size, size)
+    mesh = init_device_mesh(ranks.device.type, shape, mesh_dim_names=("replicate", "shard"))
+    mesh = mesh if shape[0] > 1 else mesh["shard"]
+    policy = MixedPrecisionPolicy(
+        param_dtype=torch.bfloat16 if config.autocast == "bf16" else None,
+        reduce_dtype=torch.bfloat16 if config.bf16_gradients else torch.float32,
+        cast_forward_inputs=False,  # the residual stream has the type that --bf16_residual says
+    )
+    for part in (*model.transformer.h, model):
+        fully_shard(part, mesh=mesh, mp_policy=policy, reshard_after_forward=lets_go(part, model, config))
+
+
+def lets_go(part, model, config):
+    """Whether a part's weights are dropped between forward and backward: not those that backward begins with."""
+    return config.parallel != "zero2" and part is not model
+
+
+def wrap_ddp(model, config, ranks):
+    """The model with its gradients averaged over ranks in backward. One rank, or a sharded model: the model itself.
 
     gradient_as_bucket_view: gradients live in the communication buckets, which saves a copy of them all.
     """
-    if ranks.world_size == 1:
+    if ranks.world_size == 1 or config.parallel != "ddp":
         return model
     device_ids = [ranks.device.index] if ranks.device.type == "cuda" else None
-    return DistributedDataParallel(model, device_ids=device_ids, gradient_as_bucket_view=True)
+    ddp = DistributedDataParallel(model, device_ids=device_ids, gradient_as_bucket_view=True)
+    if config.bf16_gradients:
+        ddp.register_comm_hook(None, bf16_compress_hook)
+    return ddp
+
+
+def micro_batch(model, train_forward, config, last):
+    """A context for the forward and backward of a micro-batch, the last of its step or one before.
+
+    Gradients add up on every rank and are averaged over the copies of the weights once, in the last backward. Where a
+    copy lies in pieces, each backward adds to the pieces' gradients, so that nobody holds all of them.
+    """
+    if isinstance(model, FSDPModule):
+        model.set_is_last_backward(last)
+        model.set_requires_all_reduce(last)
+        model.set_reshard_after_backward(last or config.parallel != "zero2")
+    elif isinstance(train_forward, DistributedDataParallel) and not last:
+        return train_forward.no_sync()
+    return contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def gathered(model, config):
+    """Meanwhile every rank has all weights, in bf16, and may call the model as often as it likes; no gradients."""
+    parts = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    for part in parts:
+        part.set_reshard_after_forward(False, recurse=False)
+        part.unshard()
+    yield
+    for part in parts:
+        part.set_reshard_after_forward(lets_go(part, model, config), recurse=False)
+        part.reshard()
+
+
+def whole(tensor):
+    """A tensor that may be in pieces over the ranks, as one."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Activation checkpointing
+
+# What "selective" does not compute twice: products and attention
+EXPENSIVE = {
+    "aten::mm",
+    "aten::addmm",
+    "aten::bmm",
+    "aten::_scaled_dot_product_flash_attention",
+    "aten::_scaled_dot_product_cudnn_attention",
+    "aten::_scaled_dot_product_efficient_attention",
+    "aten::_scaled_dot_product_flash_attention_for_cpu",
+    "gpt2::packed_attention",
+    "gpt2::fp8_linear",
+    "gpt2::fp8_mlp",
+}
+
+
+def keep_expensive(context, operation, *args, **kwargs):
+    expensive = operation.name() in EXPENSIVE
+    return CheckpointPolicy.MUST_SAVE if expensive else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def checkpoint_activations(model, how):
+    """Let backward compute anew what forward leaves out of memory (Chen et al. 2016), in place. how: "off"; "full", all
+    of a block but its input; "selective", all but products and attention (Korthikanti et al. 2022)."""
+    options = dict(use_reentrant=False, preserve_rng_state=False)  # there is no dropout
+    if how == "selective":
+        options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, keep_expensive)
+    for block in model.transformer.h if how != "off" else ():
+        block.forward = functools.partial(recompute, block.forward, **options)

@@ -7,17 +7,18 @@ import os
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file
 
 import checkpoint
+import sharded
 from cli import UserError
 
 # Flags that may differ between a run and its continuation without a word: they change neither data nor updates
 FREE = set(
-    "demo data_dir log_dir run_name device deterministic init_from resume micro_batch_size compile flash pad_vocab "
-    "fused_adamw fused_loss fused_gelu packed_attention val_every val_steps hellaswag_every hellaswag_data "
-    "sample_every checkpoint_every keep_checkpoints max_bad_steps wandb wandb_project wandb_group peak_tflops ladder "
-    "rungs ladder_steps profile".split()
+    "demo data_dir log_dir run_name device deterministic init_from resume parallel shard_ranks "
+    "activation_checkpointing micro_batch_size compile flash pad_vocab fused_adamw fused_loss fused_gelu "
+    "packed_attention val_every val_steps hellaswag_every hellaswag_data sample_every "
+    "checkpoint_every keep_checkpoints max_bad_steps wandb wandb_project wandb_group peak_tflops ladder rungs "
+    "ladder_steps profile".split()
 )
 LOCK = "lock"  # in the run's folder; see lock()
 
@@ -134,17 +135,20 @@ def restore(folder, training, model, optimizer, scaler, loader, ranks):
     loader.restore(training["loader"])
     if training["scaler"] and scaler.is_enabled():
         scaler.load_state_dict(training["scaler"])
-    state = load_file(Path(folder) / checkpoint.STATE)
-    names = [f"{moment}.{name}" for name, _ in model.named_parameters() for moment in checkpoint.MOMENTS]
-    if missing := {"adamw_steps", *names} - state.keys():
-        raise UserError(f"{folder} has no {min(missing)}: its {checkpoint.STATE} is another model's")
+    moments = {}
     for name, parameter in model.named_parameters():
-        own = optimizer.state[parameter]
-        # where AdamW itself has it: on the device when it is fused
-        own["step"] = state["adamw_steps"].to(parameter.device if optimizer.defaults["fused"] else "cpu", copy=True)
         for moment in checkpoint.MOMENTS:
-            own[moment] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
-            checkpoint.without_padding(name, own[moment], model).copy_(state[f"{moment}.{name}"])
+            optimizer.state[parameter][moment] = moments[f"{moment}.{name}"] = torch.zeros_like(parameter.detach())
+    steps = torch.zeros(())
+    state = sharded.load(
+        folder,
+        moments | dict(adamw_steps=steps),
+        optional=[f"random.{ranks.rank}", f"scales.{ranks.rank}", "scales.0"],
+    )
+    for parameter in model.parameters():
+        # where AdamW itself has it: on the device when it is fused
+        place = parameter.device if optimizer.defaults["fused"] else "cpu"
+        optimizer.state[parameter]["step"] = steps.to(place, copy=True)
     scales = state.get(f"scales.{ranks.rank}", state.get("scales.0"))
     scaled = checkpoint.scaled_modules(model)
     for module, own in zip(

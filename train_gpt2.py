@@ -103,7 +103,13 @@ def main():
     else:
         sizes = dict(n_layer=config.n_layer, n_head=config.n_head, n_embd=config.n_embd)
         model = GPT(GPTConfig(seq_len=T, **sizes, **switches))
-    model.to(device)
+    # activation_checkpointing: less memory, so a larger model or micro-batch, for up to a third more computation
+    parallel.checkpoint_activations(model, config.activation_checkpointing)
+    # parallel: zero2, zero3 and hsdp leave each rank a part of the weights; with ddp it has all
+    if config.parallel == "ddp":
+        model.to(device)
+    else:
+        parallel.shard(model, config, ranks)
     # fp8: the blocks' products in 8 bits, at twice the rate; tensors need scales, which follow the values they had
     if config.fp8:
         import fp8
@@ -113,7 +119,7 @@ def main():
     # gets its own graph (dynamic=False): training and validation have one, HellaSwag has three; none is compiled twice.
     forward = torch.compile(model, dynamic=False) if config.compile else model
     # ddp: every rank has all weights and a share of the batch; backward ends by averaging the gradients over the ranks
-    train_forward = parallel.wrap_ddp(forward, ranks)
+    train_forward = parallel.wrap_ddp(forward, config, ranks)
     optimizer = make_optimizer(model, config)
     if resumed:
         resume.restore(resumed, training, model, optimizer, scaler, loader, ranks)
@@ -140,7 +146,7 @@ def main():
     tokens = training["tokens"] if resumed else 0  # trained on so far
     saved = step  # the last step that a checkpoint has; there is nothing to save before the first
     pending = False  # a checkpoint is due, and waits for a step that is not bad
-    writer = checkpoint.Writer(log.folder, config.keep_checkpoints, step) if log else None
+    writer = checkpoint.start_writer(config, step, ranks)
     if config.checkpoint_every and device.type == "cuda":
         checkpoint.snapshot(model, optimizer, ranks)  # page-locked memory takes its time now, not at a checkpoint
     evaluated = resumed and training["evaluated"]  # this step has been, before the run was resumed
@@ -158,7 +164,8 @@ def main():
 
         if evaluating and due(step, config.max_steps, config.val_every):
             start = time.perf_counter()
-            val_loss = validation_loss(losses_of, val_stream, config, ranks)
+            with parallel.gathered(model, config):
+                val_loss = validation_loss(losses_of, val_stream, config, ranks)
             val_losses.append(val_loss)
             if log:
                 text = f"validation loss {val_loss:.4f}"
@@ -166,16 +173,18 @@ def main():
 
         if hellaswag and evaluating and due(step, config.max_steps, config.hellaswag_every):
             start = time.perf_counter()
-            acc, acc_norm = hellaswag.evaluate(losses_of, ranks)
+            with parallel.gathered(model, config):
+                acc, acc_norm = hellaswag.evaluate(losses_of, ranks)
             if log:
                 text = f"HellaSwag acc {acc:.4f} | acc_norm {acc_norm:.4f}"
                 scores = dict(hellaswag_acc=acc, hellaswag_acc_norm=acc_norm)
                 log.evaluation(step, tokens, "hella", acc_norm, text, time.perf_counter() - start, **scores)
 
-        if log and step > 0 and evaluating and due(step, config.max_steps, config.sample_every):
-            with autocast:
-                texts = sample(model, PROMPT, count=4, max_new_tokens=24, seed=config.seed)
-            log.samples(step, tokens, texts)
+        if step > 0 and evaluating and due(step, config.max_steps, config.sample_every):
+            with parallel.gathered(model, config), autocast:
+                texts = log and sample(model, PROMPT, count=4, max_new_tokens=24, seed=config.seed)
+            if log:
+                log.samples(step, tokens, texts)
 
         evaluated = evaluated or evaluating
 
@@ -183,14 +192,15 @@ def main():
         healthy = not bad_steps and math.isfinite(val_loss or 0)
         pending = step > saved and (pending or last or stopping or due(step, config.max_steps, config.checkpoint_every))
         if config.checkpoint_every and pending and healthy:
-            if log:
+            if writer:
                 writer.wait()
             tensors = checkpoint.snapshot(model, optimizer, ranks)
             saved, pending = step, False
-            if log:
-                facts = dict(step=step, tokens=tokens, evaluated=evaluated, val_loss=val_loss, run=log.facts)
-                facts |= dict(loader=loader_state, scaler=scaler.state_dict())
+            if writer:
+                facts = dict(step=step, tokens=tokens, evaluated=evaluated, val_loss=val_loss)
+                facts |= dict(loader=loader_state, scaler=scaler.state_dict(), run=log.facts if log else None)
                 folder = writer.start(model, tensors, facts)
+            if log:
                 print(f"step {step:5d}/{config.max_steps} | checkpoint {folder}")
             del tensors  # once they are written, the next take their memory
 
@@ -205,9 +215,8 @@ def main():
         loss_sum = torch.zeros((), device=device)
         for micro_step in range(micro_steps):
             x, y = loader.next_batch()
-            # gradients add up here over the micro-batches and cross to the other ranks once, in the last backward
-            alone = ranks.world_size > 1 and micro_step < micro_steps - 1
-            with train_forward.no_sync() if alone else contextlib.nullcontext():
+            # gradients add up over the micro-batches; those of several ranks are averaged in the last backward
+            with parallel.micro_batch(model, train_forward, config, last=micro_step == micro_steps - 1):
                 with autocast:
                     loss = train_forward(x, y) / micro_steps  # equal parts: the mean of their means is the mean of all
                 scaler.scale(loss).backward()
@@ -218,7 +227,7 @@ def main():
             stopping = True
             continue
         scaler.unscale_(optimizer)
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip or float("inf"))
+        norm = parallel.whole(torch.nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip or float("inf")))
         step_if_finite(optimizer, scaler, norm)
         optimizer.zero_grad(set_to_none=True)
         if config.fp8:
@@ -251,8 +260,9 @@ def main():
     # ------------------------------------------------------------------------------------------------------------------
     # Goodbye
 
-    if log:
+    if writer:
         writer.wait()
+    if log:
         kept = next(iter(checkpoint.checkpoints(log.folder)), None)
         newest = f"the newest checkpoint is {kept}" if kept else "there is no checkpoint"
         if bad_steps >= config.max_bad_steps:

@@ -17,7 +17,7 @@ def tiny(n_embd=16):
 
 def save(folder, model, **training):
     """A checkpoint without the optimizer's state."""
-    return checkpoint.write(folder, model, model.to_hugging_face(), dict(nothing=torch.zeros(1)), training)
+    return checkpoint.write(folder, model, (model.to_hugging_face(), dict(nothing=torch.zeros(1))), training)
 
 
 def test_what_is_saved_comes_back(tmp_path):

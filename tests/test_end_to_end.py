@@ -116,8 +116,8 @@ def hook(group, bucket):
     global count
     count += bucket.is_last()
     return allreduce_hook(group, bucket)
-def wrap(model, ranks, wrap=parallel.wrap_ddp):
-    ddp = wrap(model, ranks)
+def wrap(*args, wrap=parallel.wrap_ddp):
+    ddp = wrap(*args)
     ddp.register_comm_hook(None, hook)
     return ddp
 parallel.wrap_ddp = wrap

@@ -1,0 +1,114 @@
+"""Tensors of a checkpoint in pieces: every rank writes those it has, as safetensors, by torch.distributed.checkpoint.
+
+Whoever reads them takes the parts that it needs, whatever it was that wrote them: other ranks in another number, or one
+rank that had all. Documentation: https://docs.pytorch.org/docs/stable/distributed.checkpoint.html
+"""
+
+import warnings
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from safetensors import safe_open
+from safetensors.torch import load_file
+from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from cli import UserError, first_line
+from files import digest, flush_to_disk
+from model import to_host
+
+
+def is_sharded(model):
+    return isinstance(next(model.parameters()), DTensor)
+
+
+def is_piece(name):
+    """Whether a file's name is that of a rank's pieces."""
+    return name.startswith("shard-") and name.endswith(".safetensors")
+
+
+def host_pieces(tensors):
+    """Copies of this rank's pieces in host memory, as DTensors there: {name: DTensor}, from DTensors on any device."""
+    mesh = next(iter(tensors.values())).device_mesh
+    mesh = DeviceMesh("cpu", mesh.mesh, mesh_dim_names=mesh.mesh_dim_names)
+    return {
+        name: DTensor.from_local(
+            to_host(tensor.to_local()),
+            mesh,
+            tensor.placements,
+            run_check=False,
+            shape=tensor.shape,
+            stride=torch.empty(tensor.shape, device="meta").stride(),
+        )
+        for name, tensor in tensors.items()
+    }
+
+
+def write(folder, tensors, group):
+    """Write each rank's tensors to the folder; returns the SHA-256 of every file by its name. To be called on every
+    rank, which may be in a thread of its own if the group (gloo) is its own.
+
+    Raises OSError on all ranks when one of them could not write, or does not read back what it wrote.
+    """
+    rank, error, hashes = dist.get_rank(group), None, {}
+    try:
+        dcp.save(
+            tensors, storage_writer=HuggingFaceStorageWriter(str(folder), save_distributed=True), process_group=group
+        )
+        for path in Path(folder).glob(f"shard-{rank + 1:05d}-*.safetensors"):
+            check_written(path, {name: local(tensors[name]) for name in safe_open(path, "pt").keys()})
+            flush_to_disk(path)
+            hashes[path.name] = digest(path)
+    except (OSError, CheckpointException) as raised:
+        error = f"rank {rank}: {first_line(raised)}"
+    reports = [None] * dist.get_world_size(group)
+    dist.all_gather_object(reports, (error, hashes), group=group)
+    if errors := [error for error, _ in reports if error]:
+        raise OSError(errors[0])
+    return {name: value for _, hashes in reports for name, value in hashes.items()}
+
+
+def check_written(path, written):
+    """Raises OSError when a file's tensors are not those that were written."""
+    on_disk = load_file(path)
+    if on_disk.keys() != written.keys() or not all(torch.equal(on_disk[name], written[name]) for name in written):
+        raise OSError(f"{path} does not read back as it was written")
+
+
+def local(tensor):
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def load(folder, targets, optional=()):
+    """Copy a checkpoint's tensors into targets, {name: tensor or DTensor} on any device, of which each rank reads its
+    part. Those of the embedding may have more rows than what was saved, or fewer: pad_vocab's.
+
+    Those of the names in `optional` that are there are returned, as new tensors on the CPU.
+    Raises UserError when one is missing or has another shape.
+    """
+    reader = HuggingFaceStorageReader(str(folder))
+    saved = reader.read_metadata().state_dict_metadata
+    if missing := targets.keys() - saved.keys():
+        raise UserError(f"{folder} has no {min(missing)}: it is another model's")
+    found = {
+        name: torch.empty(saved[name].size, dtype=saved[name].properties.dtype) for name in optional if name in saved
+    }
+    padded = {name: target for name, target in targets.items() if target.shape != saved[name].size}
+    for name, target in padded.items():
+        if not name.endswith("wte.weight") or target.shape[1:] != saved[name].size[1:]:
+            raise UserError(f"{name} is {tuple(saved[name].size)} in {folder}, {tuple(target.shape)} in the model")
+    whole = {name: torch.empty(saved[name].size) for name in padded}
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one process is enough
+        dcp.load({**targets, **found, **whole}, storage_reader=reader, no_dist=not dist.is_initialized())
+    for name, target in padded.items():
+        rows = whole[name][: len(target)].to(target.device)
+        full = torch.cat((rows, rows.new_zeros(len(target) - len(rows), *rows.shape[1:])))
+        if isinstance(target, DTensor):
+            full = distribute_tensor(full, target.device_mesh, target.placements, src_data_rank=None)
+        target.copy_(full)
+    return found
