@@ -7,6 +7,7 @@ import shutil
 import torch
 
 from cli import UserError, first_line
+from parallel import row_length
 from tokenizer import VOCAB_SIZE
 
 
@@ -126,12 +127,13 @@ def choose_micro_batch_size(config, ranks):
         )
     if ranks.device.type == "cuda":
         free = torch.cuda.mem_get_info(ranks.device)[0]
-        room = 0.85 * free - 18 * count_params(config)  # fp32 weights, gradients, two moments; a 16-bit copy
+        room = 0.85 * free - bytes_of_weights(config, ranks)
         if config.fused_loss:
             # 4096 rows of logits; the table in their type, and its gradient
             room -= VOCAB_SIZE * ((2 if config.autocast != "off" else 4) * (4096 + config.n_embd) + 4 * config.n_embd)
         limit = room / (config.seq_len * bytes_per_token(config))
-        where = f"fits the {free / 2**30:.0f} GB that are free"
+        fits = f"fits the {free / 2**30:.0f} GB that are free"
+        where = fits if limit >= 1 else f"the least there is, though more than what {fits}"
     else:
         # a CPU: logits of 128 tokens, 25 MB, stay in the cache or near it
         limit = (128 if ranks.device.type == "cpu" else 1024) / config.seq_len
@@ -157,6 +159,18 @@ def count_params(config):
     return 12 * config.n_layer * config.n_embd**2 + (VOCAB_SIZE + config.seq_len) * config.n_embd
 
 
+def bytes_of_weights(config, ranks):
+    """What a rank holds: in float32 weights, gradients and AdamW's two moments; in 16 bits weights to compute with."""
+    weights = count_params(config)
+    if config.parallel == "ddp":
+        return 18 * weights
+    block = 12 * config.n_embd**2
+    embeddings = weights - config.n_layer * block
+    gathered = weights if config.parallel == "zero2" else embeddings + 2 * block  # one computes, one is on its way
+    leaving = 6 * max(block, embeddings)  # gradients, in 16 bits and as the float32 that is sent
+    return 16 * weights / row_length(config, ranks) + 2 * gathered + leaving
+
+
 # Bytes of forward and backward a token: (in each layer, per unit of width), (in the head, per vocabulary entry), (for
 # attention written out, per score in each layer), fitted to peaks measured for GPT-2 124M on an H200 with PyTorch 2.11
 PEAK_BYTES = {
@@ -170,9 +184,17 @@ PEAK_BYTES = {
 
 def bytes_per_token(config):
     """Peak memory for each token of a micro-batch: of forward and backward, or of evaluation, if that takes more."""
-    layer, head, score = PEAK_BYTES[config.compile, config.autocast != "off"]
-    scores = 0 if config.flash else config.n_head * config.seq_len * score
-    training = config.n_layer * (config.n_embd * layer + scores) + (0 if config.fused_loss else VOCAB_SIZE * head)
+    small = config.autocast != "off"
+    layer, head, score = PEAK_BYTES[config.compile, small]
+    layer = config.n_embd * layer + (0 if config.flash else config.n_head * config.seq_len * score)
+    layers = config.n_layer * layer
+    if config.activation_checkpointing != "off":
+        # of every block its input in 2 or 4 bytes, with "selective" its products as well; all of one that is under way
+        kept = (2 if config.bf16_residual else 4) + (config.activation_checkpointing == "selective") * (
+            20 if small else 40
+        )
+        layers = config.n_layer * config.n_embd * kept + layer
+    training = layers + (0 if config.fused_loss else VOCAB_SIZE * head)
     # evaluation wants each token's loss and makes all logits: 2 bytes each compiled, eager 11 with float32 copies
-    evaluation = VOCAB_SIZE * (2 if config.compile else 11) * (1 if config.autocast != "off" else 2)
+    evaluation = VOCAB_SIZE * (2 if config.compile else 11) * (1 if small else 2)
     return max(training, evaluation)

@@ -136,7 +136,8 @@ def main():
     log = ranks.on_main(lambda: RunLog(config, device, ranks.world_size, flops_per_token(model, T), resumed, training))
     if log:
         print_plan(config, reasons, model, ranks, train_stream, val_stream, hellaswag, log)
-    cli.out_of_memory_hint = f"use --micro_batch_size {B // 2}" if B > 1 else "use a smaller --seq_len or --model"
+    smaller = "use --activation_checkpointing full, --parallel zero3 on several GPUs, or a smaller --seq_len or --model"
+    cli.out_of_memory_hint = f"use --micro_batch_size {B // 2}" if B > 1 else smaller
     tracer = profiler.start(config, model.config, log) if log and config.profile else None
 
     # ------------------------------------------------------------------------------------------------------------------

@@ -52,6 +52,15 @@ def test_the_micro_batch_fits_and_divides(monkeypatch):
     assert resolved(8, "cuda")[0].micro_batch_size == 64  # the README's run: no accumulation on eight GPUs
     assert resolved(8, "cuda", total_batch_size=8 * 4 * 1024)[0].micro_batch_size == 4
     assert resolved(1, "cuda", model="gpt2-xl")[0].micro_batch_size < 64
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (78 * gigabytes, 0))
+    large = dict(n_layer=32, n_head=32, n_embd=4096)
+    _, why = resolved(4, "cuda", **large)
+    assert "more than what fits" in why  # 6.7 billion weights, 16 bytes each
+    sizes = [
+        resolved(4, "cuda", **large, parallel="zero3", activation_checkpointing=how)[0].micro_batch_size
+        for how in ("off", "selective", "full")
+    ]
+    assert sizes == sorted(set(sizes))
 
 
 def test_a_gpu_without_bf16_gets_fp16(monkeypatch):
@@ -83,6 +92,9 @@ def test_without_a_compiler_it_runs_uncompiled(monkeypatch):
         ("--n_layer 0", 1, dict(n_layer=0)),
         ("--seed -1", 1, dict(seed=-1)),
         ("--lr -1", 1, dict(lr=-1)),
+        ("--shard_ranks is for --parallel hsdp, this is zero3", 4, dict(parallel="zero3", shard_ranks=2)),
+        ("--shard_ranks 3 does not divide the 4 ranks", 4, dict(parallel="hsdp", shard_ranks=3)),
+        ("goes with --parallel ddp, not zero3", 2, dict(parallel="zero3", autocast="fp16")),
         ("--grad_clip -1", 1, dict(grad_clip=-1)),
         ("--beta2 1", 1, dict(beta2=1)),
         ("--seq_len -1", 1, dict(seq_len=-1)),
@@ -98,6 +110,13 @@ def test_what_has_no_effect_is_noted():
     assert "lr never gets to" in resolved(max_steps=715)[1] and "lr never" not in resolved(max_steps=716)[1]
     _, why = resolved(micro_batch_size=8, total_batch_size=8192, batch_warmup_steps=10)
     assert "batch_warmup_steps has nothing to do" in why
+
+
+def test_one_rank_has_nothing_to_share():
+    config, why = resolved(parallel="zero3", bf16_gradients=True)
+    assert (config.parallel, config.bf16_gradients) == ("ddp", False)
+    assert "parallel is ddp: there is one rank" in why and "bf16_gradients is off" in why
+    assert "hsdp is zero3 here" in resolved(2, parallel="hsdp", shard_ranks=2, total_batch_size=8192)[1]
 
 
 def test_every_rank_takes_the_smallest_micro_batch(monkeypatch):
