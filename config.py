@@ -317,6 +317,9 @@ def fit_ranks(config, ranks, reasons):
         if config.bf16_gradients:
             config.bf16_gradients = False
             reasons.append("bf16_gradients is off: there is one rank")
+    if config.bf16_gradients and config.parallel == "ddp" and ranks.device.type != "cuda":
+        config.bf16_gradients = False
+        reasons.append(f"bf16_gradients is off: NCCL alone averages in bf16, this is {ranks.device.type}")
     if config.parallel == "hsdp":
         config.shard_ranks = row_length(config, ranks)
         if ranks.world_size % config.shard_ranks:

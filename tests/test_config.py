@@ -60,7 +60,7 @@ def test_the_micro_batch_fits_and_divides(monkeypatch):
         resolved(4, "cuda", **large, parallel="zero3", activation_checkpointing=how)[0].micro_batch_size
         for how in ("off", "selective", "full")
     ]
-    assert sizes == sorted(set(sizes))
+    assert sizes == sorted(sizes) and sizes[0] < sizes[-1]
 
 
 def test_a_gpu_without_bf16_gets_fp16(monkeypatch):
@@ -116,6 +116,7 @@ def test_one_rank_has_nothing_to_share():
     config, why = resolved(parallel="zero3", bf16_gradients=True)
     assert (config.parallel, config.bf16_gradients) == ("ddp", False)
     assert "parallel is ddp: there is one rank" in why and "bf16_gradients is off" in why
+    assert "bf16_gradients is off: NCCL alone" in resolved(2, bf16_gradients=True, total_batch_size=8192)[1]
     assert "hsdp is zero3 here" in resolved(2, parallel="hsdp", shard_ranks=2, total_batch_size=8192)[1]
 
 
