@@ -46,15 +46,15 @@ class GPTConfig:
         return -(-self.vocab_size // 128) * 128 if self.pad_vocab else self.vocab_size
 
 
-def causal_attention(q, k, v, allowed=None):
+def causal_attention(q, k, v, hidden=None):
     """softmax(q kᵀ / √D) v with the (T, S) matrix in memory. q (B, H, T, D), k and v (B, H, S, D).
 
-    allowed (1, S) bool: which keys every query sees; by default those that do not come after it.
+    hidden (1, S) bool: which keys no query sees; by default each sees those that do not come after it.
     """
     scores = (q @ k.transpose(-2, -1)) / math.sqrt(q.size(-1))  # (B, H, T, S)
-    if allowed is None:
-        allowed = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
-    scores = scores.masked_fill(~allowed, float("-inf"))
+    if hidden is None:
+        hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
+    scores = scores.masked_fill(hidden, float("-inf"))
     return F.softmax(scores, dim=-1).to(v.dtype) @ v  # (B, H, T, D)
 
 
@@ -77,12 +77,12 @@ class CausalSelfAttention(nn.Module):
             part.view(B, T, self.n_head, C // self.n_head).transpose(1, 2)  # (B, H, T, C/H)
             for part in qkv.split(C, dim=2)
         )
-        k, v, allowed = past.append(k, v) if past else (k, v, None)
+        k, v, hidden = past.append(k, v) if past else (k, v, None)
         # flash: one fused kernel that never writes the (T, T) matrix to memory (Dao et al. 2022)
-        if self.flash:
-            y = F.scaled_dot_product_attention(q, k, v, allowed, is_causal=allowed is None)
+        if self.flash and hidden is None:
+            y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         else:
-            y = causal_attention(q, k, v, allowed)
+            y = causal_attention(q, k, v, hidden)
         y = y.transpose(1, 2).reshape(B, T, C)
         return self.c_proj(y)
 
@@ -116,30 +116,41 @@ class Block(nn.Module):
         return x + self.mlp(self.ln_2(x))
 
 
-class PastKeysValues:
-    """One layer's keys and values of the tokens so far, in buffers (B, H, capacity, D) that are filled in place.
+class Cache:
+    """Keys and values of the tokens so far, in each layer in buffers (B, H, capacity, D) that are filled in place.
 
     How many there are stands in a tensor, so that a step recorded as a CUDA graph can be replayed for the next token.
     """
 
-    def __init__(self, capacity, position):
-        """position (1,) int64: that of the next token. All layers share it; GPT.forward moves it on."""
-        self.capacity = capacity
-        self.position = position
+    def __init__(self, n_layer, capacity, device):
+        self.length = torch.zeros(1, dtype=torch.long, device=device)
+        self.slots = torch.arange(capacity, device=device)
+        self.layers = [PastKeysValues(self) for _ in range(n_layer)]
+
+    def take(self, T):
+        """Make room for T tokens: all of the prompt, or one. Returns their positions, (T,)."""
+        self.places = self.slots[:T] + self.length
+        self.length += T
+        self.empty = (self.slots >= self.length)[None]  # (1, capacity)
+        return self.places
+
+
+class PastKeysValues:
+    """One layer's part of a Cache."""
+
+    def __init__(self, cache):
+        self.cache = cache
         self.k = self.v = None
 
     def append(self, k, v):
-        """Add (B, H, T, D) keys and values: all of the prompt, or one token's. Returns those to attend to, and which of
-        them are there already, (1, capacity) bool, or None where they are the prompt's own."""
+        """Add (B, H, T, D) keys and values. Returns those to attend to, and which of them are none yet, (1, capacity)
+        bool, or None where they are the prompt's own."""
         B, H, T, D = k.shape
         if self.k is None:  # zeros, since what is masked is still multiplied by 0
-            self.k, self.v = (x.new_zeros(B, H, self.capacity, D) for x in (k, v))
-        places = self.position + torch.arange(T, device=k.device)
-        self.k.index_copy_(2, places, k)
-        self.v.index_copy_(2, places, v)
-        if T > 1:
-            return k, v, None
-        return self.k, self.v, (torch.arange(self.capacity, device=k.device) <= self.position)[None]
+            self.k, self.v = (x.new_zeros(B, H, len(self.cache.slots), D) for x in (k, v))
+        self.k.index_copy_(2, self.cache.places, k)
+        self.v.index_copy_(2, self.cache.places, v)
+        return (k, v, None) if T > 1 else (self.k, self.v, self.cache.empty)
 
 
 class GPT(nn.Module):
@@ -195,17 +206,14 @@ class GPT(nn.Module):
         T = idx.size(1)
         if T > self.config.seq_len:
             raise ValueError(f"{T} tokens, but the model knows {self.config.seq_len} positions")
-        position = torch.arange(T, device=idx.device)
-        if cache:
-            position = position + cache[0].position
+        position = cache.take(T) if cache else torch.arange(T, device=idx.device)
         x = self.transformer.wte(idx) + self.transformer.wpe(position)  # (B, T, C)
         # bf16_residual: every block reads and writes this sum four times, forward and backward; now in half the bytes
         if self.config.bf16_residual:
             x = x.bfloat16()
         for layer, block in enumerate(self.transformer.h):
-            x = block(x, cache[layer] if cache else None)
+            x = block(x, cache.layers[layer] if cache else None)
         if cache:
-            cache[0].position += T
             x = x[:, -1:]
         x = self.transformer.ln_f(x)
         # fused_loss: logits exist for a part of the batch at a time, and the pass over them that finds the loss leaves
@@ -227,8 +235,7 @@ class GPT(nn.Module):
 
     def new_cache(self, capacity):
         """What forward takes as cache, with room for so many tokens."""
-        position = torch.zeros(1, dtype=torch.long, device=self.transformer.wpe.weight.device)
-        return [PastKeysValues(capacity, position) for _ in self.transformer.h]
+        return Cache(self.config.n_layer, capacity, self.transformer.wpe.weight.device)
 
     # --------------------------------------------------------------------------------------------------------------
     # Hugging Face: a folder (or a name on the hub) with config.json and model.safetensors

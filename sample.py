@@ -65,9 +65,8 @@ def generate(model, tokens, max_new_tokens, graph=False, **options):
 
 def record(model, cache, B):
     """A step of generation as a CUDA graph: a function of a token (B, 1) that returns its logits (B, 1, V)."""
-    position = cache[0].position
-    here = position.clone()
-    token = torch.zeros(B, 1, dtype=torch.long, device=position.device)
+    length = cache.length.clone()
+    token = torch.zeros(B, 1, dtype=torch.long, device=length.device)
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):  # once before it is recorded: libraries set up their memory
@@ -76,7 +75,7 @@ def record(model, cache, B):
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         logits = model(token, cache=cache)
-    position.copy_(here)  # what was written there is written again by the first token
+    cache.length.copy_(length)  # what was written there is written again by the first token
 
     def replay(choice):
         token.copy_(choice)
