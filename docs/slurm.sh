@@ -1,0 +1,29 @@
+#!/bin/bash
+#SBATCH --job-name=gpt2
+#SBATCH --nodes=2
+#SBATCH --ntasks-per-node=1
+#SBATCH --gpus-per-node=8
+#SBATCH --cpus-per-task=64
+#SBATCH --time=24:00:00
+#SBATCH --signal=B:USR1@180
+# From the project's folder, with its environment active: sbatch --nodes=2 docs/slurm.sh [flags of train_gpt2.py].
+# Three minutes before its time is over SLURM tells this script, which has every rank save and stop, and queues the job
+# again. It then goes on, because the run keeps its name.
+set -euo pipefail
+
+first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+
+again() {
+    scancel --signal=TERM "$SLURM_JOB_ID"  # its steps, not this script
+    wait "$ranks" || true
+    scontrol requeue "$SLURM_JOB_ID"
+    exit
+}
+trap again USR1
+
+srun --kill-on-bad-exit=1 torchrun \
+    --nnodes="$SLURM_NNODES" --nproc_per_node="${SLURM_GPUS_ON_NODE:-1}" --max-restarts=3 \
+    --rdzv_backend=c10d --rdzv_endpoint="$first:29500" --rdzv_id="$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}" \
+    train_gpt2.py --run_name "gpt2-$SLURM_JOB_ID" "$@" &
+ranks=$!
+wait "$ranks"
