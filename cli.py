@@ -1,6 +1,7 @@
 """The command line: flags out of a dataclass, and a person's mistake as one line instead of a traceback."""
 
 import contextlib
+import errno
 import io
 import os
 import re
@@ -58,6 +59,13 @@ def run(main):
         text = f"{type(error).__name__}: {error}"
         if isinstance(error, MemoryError | RuntimeError) and re.search("MemoryError|" + OUT_OF_MEMORY_SIGNS, text):
             error = UserError(f"out of memory: {out_of_memory_hint} ({str(error).split('.')[0]})")
+        if (
+            isinstance(error, OSError)
+            and error.filename is None
+            and error.errno in (errno.ENOSPC, errno.EPIPE, errno.EIO)
+        ):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what is left in it is not tried again at the end
+            error = UserError(f"cannot write to standard output: {error.strerror}")
         if not isinstance(error, UserError):
             raise
         rank = int(os.environ.get("RANK", 0))

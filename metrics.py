@@ -1,6 +1,7 @@
 """What a run tells: the step line, log.txt, metrics.jsonl, wandb; tokens/sec and MFU."""
 
 import collections
+import contextlib
 import json
 import math
 import os
@@ -299,9 +300,20 @@ class RunLog:
     def _record(self, step, tokens, values, line=""):
         """values to metrics.jsonl, line to log.txt. Raises UserError when the disk does not take them."""
         values = {name: None if isinstance(v, float) and not math.isfinite(v) else v for name, v in values.items()}
-        try:
+        with self._writing(step):
             self.log_txt.write(line)
             self.metrics_jsonl.write(json.dumps(dict(step=step, tokens=tokens, **values)) + "\n")
+
+    def flush(self, step):
+        """Return when a power failure would leave no gap before the checkpoint of this step."""
+        with self._writing(step):
+            os.fsync(self.log_txt.fileno())
+            os.fsync(self.metrics_jsonl.fileno())
+
+    @contextlib.contextmanager
+    def _writing(self, step):
+        try:
+            yield
         except OSError as error:
             raise UserError(
                 f"cannot write the log in {self.folder} ({error.strerror}): stopped at step {step}; make room, then "

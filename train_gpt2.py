@@ -202,6 +202,7 @@ def main():
                 facts |= dict(loader=loader_state, scaler=scaler.state_dict(), run=log.facts if log else None)
                 folder = writer.start(model, tensors, facts)
             if log:
+                log.flush(step)
                 print(f"step {step:5d}/{config.max_steps} | checkpoint {folder}")
             del tensors  # once they are written, the next take their memory
 

@@ -137,6 +137,19 @@ def test_a_signal_saves_and_ends_well(tmp_path, corpus, train, number):
     assert len(logged(run)) == step and json.loads((newest / "training.json").read_text())["step"] == step
 
 
+def test_standard_output_that_takes_no_more_ends_in_one_line():
+    """A full disk under it, or a pipe that nobody reads any more."""
+    read, write = os.pipe()
+    os.close(read)
+    for output, reason in [(os.open("/dev/full", os.O_WRONLY), "No space left on device"), (write, "Broken pipe")]:
+        script = "import cli; cli.run(lambda: print('step 0'))"
+        done = subprocess.run(
+            [sys.executable, "-c", script], cwd=ROOT, stdout=output, stderr=subprocess.PIPE, text=True, timeout=60
+        )
+        os.close(output)
+        assert (done.returncode, done.stderr) == (1, f"error: cannot write to standard output: {reason}\n")
+
+
 @pytest.mark.parametrize("pause, code", [(0, 7), (1.2, 130)])
 def test_a_second_ctrl_c_ends_at_once(pause, code):
     """But not one that torchrun passes on, right after the terminal's."""
