@@ -127,7 +127,7 @@ def start(device_type):
 
 
 def stop():
-    """Leave the process group. Let go of a model in DDP first: it holds the group.
+    """Leave the process group. Let go of the model first, which holds it when it is in DDP or in pieces.
 
     A group that is held keeps its threads, and gloo's end the whole process with SIGABRT when one of them lets go of a
     collective that backward started (and with it, of a Python object) while Python itself is ending.

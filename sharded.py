@@ -14,12 +14,10 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from cli import UserError, first_line
 from files import digest, flush_to_disk
-from model import to_host
 
 
 def is_sharded(model):
@@ -31,21 +29,11 @@ def is_piece(name):
     return name.startswith("shard-") and name.endswith(".safetensors")
 
 
-def host_pieces(tensors):
-    """Copies of this rank's pieces in host memory, as DTensors there: {name: DTensor}, from DTensors on any device."""
-    mesh = next(iter(tensors.values())).device_mesh
-    mesh = DeviceMesh("cpu", mesh.mesh, mesh_dim_names=mesh.mesh_dim_names)
-    return {
-        name: DTensor.from_local(
-            to_host(tensor.to_local()),
-            mesh,
-            tensor.placements,
-            run_check=False,
-            shape=tensor.shape,
-            stride=torch.empty(tensor.shape, device="meta").stride(),
-        )
-        for name, tensor in tensors.items()
-    }
+def host_piece(tensor):
+    """A copy of a DTensor whose local piece is in host memory, page-locked if it comes from a GPU."""
+    copy = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda, memory_format=torch.contiguous_format)
+    copy.to_local().copy_(tensor.to_local())
+    return copy
 
 
 def write(folder, tensors, group):

@@ -39,13 +39,18 @@ PROMPT = "Hello, I'm a language model,"
 
 
 def main():
-    # ------------------------------------------------------------------------------------------------------------------
-    # Flags, ranks, device
-
     config = parse(Config, default=defaults(sys.argv))
     if config.ladder:
         return ladder.climb(config)
     ranks = parallel.start(config.device)
+    train(config, ranks)
+    parallel.stop()
+
+
+def train(config, ranks):
+    # ------------------------------------------------------------------------------------------------------------------
+    # Where to start, and the flags that follow from others
+
     resumed = resume.find(config, ranks)
     start_from = resumed or config.init_from
     pretrained = None if start_from == "scratch" else checkpoint.load_config(start_from)
@@ -289,8 +294,6 @@ def main():
             print("`python train_gpt2.py --help` lists the flags.")
         log.close(finished=not stopping)
         curves.draw_own(log.folder)
-    del train_forward
-    parallel.stop()
 
 
 def step_if_finite(optimizer, scaler, norm):
