@@ -27,6 +27,7 @@ from model import GPT, GPTConfig, stored, to_host
 from tokenizer import VOCAB_SIZE, save_tokenizer
 
 MOMENTS = ("exp_avg", "exp_avg_sq")  # AdamW's
+LOADER = dict(position=int, total=int, seed=int, shuffle=bool)  # its state
 WEIGHTS, STATE, TRAINING = "model.safetensors", "optimizer.safetensors", "training.json"
 
 
@@ -260,6 +261,8 @@ def read_training(folder):
     if not (
         isinstance(training, dict)
         and all(isinstance(training.get(name), kind) for name, kind in kinds.items())
+        and training["step"] >= 0
+        and all(type(training["loader"].get(name)) is kind for name, kind in LOADER.items())
         and "config.json" in training["sha256"]
         and (training["sha256"].keys() >= {WEIGHTS, STATE} or any(map(sharded.is_piece, training["sha256"])))
     ):
@@ -332,7 +335,7 @@ def explained(name):
     """Errors of reading a model, as a UserError."""
     try:
         yield
-    except (*hub_errors(), KeyError, SafetensorError) as error:
+    except (*hub_errors(), KeyError, TypeError, AttributeError, RuntimeError, SafetensorError) as error:
         raise UserError(
             f"cannot load {name} ({type(error).__name__}: {first_line(error)}); give a checkpoint, a Hugging Face "
             "folder, gpt2, gpt2-medium, gpt2-large or gpt2-xl, or a .pt of nanoGPT or build-nanogpt"

@@ -1,7 +1,6 @@
 """The command line: flags out of a dataclass, and a person's mistake as one line instead of a traceback."""
 
 import contextlib
-import errno
 import io
 import os
 import re
@@ -27,7 +26,36 @@ def first_line(error):
 
 
 OUT_OF_MEMORY_SIGNS = r"OutOfMemoryError|out of memory|can't allocate memory|STATUS_ALLOC_FAILED|exitcode *: -9"
+# what Gloo and NCCL say when a process at the other end is no more
+PEER_GONE = r"Connection closed by peer|Connection reset by peer|Broken pipe|remote process exited"
 out_of_memory_hint = "use a smaller --micro_batch_size"
+
+
+class Console:
+    """Standard output or error, which may go away: a terminal that closes, a pipe that nobody reads, a full disk.
+
+    What is written from then on is dropped, and the program goes on.
+    """
+
+    def __init__(self, stream):
+        self._stream = stream
+
+    def write(self, text):
+        return self._try(self._stream.write, text)
+
+    def flush(self):
+        self._try(self._stream.flush)
+
+    def _try(self, function, *arguments):
+        try:
+            return function(*arguments)
+        except OSError:
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, self._stream.fileno())  # also for what it still holds
+            os.close(nowhere)
+
+    def __getattr__(self, name):
+        return getattr(self._stream, name)
 
 
 def parse(config_type, default=None):
@@ -52,20 +80,17 @@ def parse(config_type, default=None):
 
 def run(main):
     """Call main(). A UserError ends the program with one line on standard error and exit code 1; Ctrl-C with 130."""
-    sys.stdout.reconfigure(line_buffering=True)  # a line is seen when it is printed, also through a pipe
+    # a line is seen when it is printed, also through a pipe, and in any encoding
+    sys.stdout.reconfigure(line_buffering=True, errors="backslashreplace")
+    sys.stdout, sys.stderr = Console(sys.stdout), Console(sys.stderr)
     try:
         main()
     except Exception as error:
         text = f"{type(error).__name__}: {error}"
         if isinstance(error, MemoryError | RuntimeError) and re.search("MemoryError|" + OUT_OF_MEMORY_SIGNS, text):
             error = UserError(f"out of memory: {out_of_memory_hint} ({str(error).split('.')[0]})")
-        if (
-            isinstance(error, OSError)
-            and error.filename is None
-            and error.errno in (errno.ENOSPC, errno.EPIPE, errno.EIO)
-        ):
-            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what is left in it is not tried again at the end
-            error = UserError(f"cannot write to standard output: {error.strerror}")
+        if isinstance(error, RuntimeError) and int(os.environ.get("WORLD_SIZE", 1)) > 1 and re.search(PEER_GONE, text):
+            error = UserError(f"another rank has ended, and says why ({first_line(error).split('. ')[0]})")
         if not isinstance(error, UserError):
             raise
         rank = int(os.environ.get("RANK", 0))

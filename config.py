@@ -313,7 +313,7 @@ def fit_ranks(config, ranks, reasons):
     if ranks.world_size == 1:
         if config.parallel != "ddp":
             config.parallel, config.shard_ranks = "ddp", None
-            reasons.append("parallel is ddp: there is one rank")
+            reasons.append("parallel is off: there is one rank")
         if config.bf16_gradients:
             config.bf16_gradients = False
             reasons.append("bf16_gradients is off: there is one rank")
@@ -351,6 +351,10 @@ def check_bounds(config):
         value = getattr(config, name)
         if value is not None and not value >= bound:
             raise UserError(f"--{name} {value}: it must be at least {bound}")
+    if config.peak_tflops is not None and not config.peak_tflops > 0:
+        raise UserError(f"--peak_tflops {config.peak_tflops}: it must be above 0")
+    if config.seed >= 2**63:
+        raise UserError(f"--seed {config.seed}: it must be below 2^63")
     for name in ("beta1", "beta2"):
         if not 0 <= getattr(config, name) < 1:
             raise UserError(f"--{name} {getattr(config, name)}: it must be at least 0 and below 1")

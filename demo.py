@@ -53,8 +53,13 @@ def make_data(data_dir):
         raise UserError(
             f"no docstrings in {sysconfig.get_paths()['stdlib']}: this Python ships without its library's source"
         )
-    Path(data_dir).mkdir(parents=True, exist_ok=True)
     for name, texts in split.items():
         tokens = tokenize(texts)
-        write_shard(paths[name], tokens)
+        try:
+            Path(data_dir).mkdir(parents=True, exist_ok=True)
+            write_shard(paths[name], tokens)
+        except OSError as error:
+            raise UserError(
+                f"cannot write the demo's data in {data_dir} ({error}): choose another --data_dir"
+            ) from error
         print(f"demo corpus, {name}: {len(texts)} documents, {len(tokens):,} tokens")

@@ -1,5 +1,6 @@
 """Ctrl-C, SIGTERM, SIGUSR1, a terminal that goes away: a request to stop soon, with everything saved."""
 
+import contextlib
 import os
 import signal
 import sys
@@ -27,5 +28,6 @@ class Interrupt:
         if not self.name:
             self.name, self._when = signal.Signals(number).name, time.monotonic()
             if os.environ.get("RANK", "0") == "0":
-                # not print, which may be what was interrupted
-                os.write(2, f"{self.name}: stopping; Ctrl-C again ends at once, and saves nothing\n".encode())
+                # not print, which may be what was interrupted; and whoever reads it may have got the signal, too
+                with contextlib.suppress(OSError):
+                    os.write(2, f"{self.name}: stopping; Ctrl-C again ends at once, and saves nothing\n".encode())

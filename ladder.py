@@ -225,6 +225,8 @@ def with_rungs(config, on, first):
             changes |= off
     if "micro_batch" not in on:
         changes["micro_batch_size"] = first
+    if "ddp" not in on:
+        changes |= dict(parallel="ddp", shard_ranks=None, bf16_gradients=False)
     if "accumulation" not in on:
         changes["total_batch_size"] = first * config.seq_len
     return dataclasses.replace(config, **changes)

@@ -8,6 +8,7 @@ import os
 import platform
 import re
 import resource
+import shutil
 import statistics
 import subprocess
 import sys
@@ -15,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from checkpoint import checkpoints, unused_name
+from checkpoint import checkpoints, number, unused_name
 from cli import UserError
 from files import whole, write_json
 from resume import LOCK, facts_of, launch, lock
@@ -98,9 +99,16 @@ def environment(device):
 
 
 def step_and_stream(line):
-    """Of a line of metrics.jsonl."""
+    """Of a line of metrics.jsonl. Raises ValueError, KeyError or TypeError for another."""
     values = json.loads(line)
-    return values["step"], "train" if "train_loss" in values else "evaluation"
+    return int(values["step"]), "train" if "train_loss" in values else "evaluation"
+
+
+def step_and_stream_in_log(line):
+    """Of a line of log.txt. Raises ValueError for another."""
+    step, stream, value = line.split()
+    float(value)
+    return int(step), stream
 
 
 class RunLog:
@@ -130,7 +138,7 @@ class RunLog:
             self.facts["wandb_id"] = before.get("wandb_id") if training and before else None
             self._write_facts()
             # line-buffered: what was logged is in the file, whatever happens next
-            self.log_txt = self._go_on("log.txt", training, before, lambda line: line.split()[:2])
+            self.log_txt = self._go_on("log.txt", training, before, step_and_stream_in_log)
             self.metrics_jsonl = self._go_on("metrics.jsonl", training, before, step_and_stream)
             last = [line.split()[2] for line in open(self.folder / "log.txt") if line.split()[1] == "train"]
         except OSError as error:
@@ -161,11 +169,15 @@ class RunLog:
         kept = []
         if before and not training and path.exists():
             path.rename(unused_name(path.with_name(name + ".old")))  # of a run that ended before its first checkpoint
-        for line in path.read_text().splitlines(keepends=True) if training and before and path.exists() else ():
+        lines = []
+        if training and before and path.exists():
+            if any(number(other) > training["step"] for other in checkpoints(self.folder)):  # a past that is left
+                shutil.copy(path, unused_name(path.with_name(name + ".abandoned")))
+            lines = path.read_text(errors="replace").splitlines(keepends=True)
+        for line in lines:
             try:
                 step, stream = parse(line)
-                step = int(step)
-            except (ValueError, KeyError):
+            except (ValueError, KeyError, TypeError):
                 continue  # torn by the end of the run before
             if step < training["step"] or (step == training["step"] and stream != "train" and training["evaluated"]):
                 kept.append(line)

@@ -263,14 +263,12 @@ class GPT(nn.Module):
             or sizes.get("activation_function", "gelu_new") != "gelu_new"
         ):
             raise ValueError(f"{name}: config.json does not describe a GPT-2")
-        return GPTConfig(
-            seq_len=sizes["n_positions"],
-            vocab_size=sizes["vocab_size"],
-            n_layer=sizes["n_layer"],
-            n_head=sizes["n_head"],
-            n_embd=sizes["n_embd"],
-            **options,
+        names = dict(
+            seq_len="n_positions", vocab_size="vocab_size", n_layer="n_layer", n_head="n_head", n_embd="n_embd"
         )
+        if wrong := [name for name in names.values() if type(sizes[name]) is not int or sizes[name] < 1]:
+            raise ValueError(f"{wrong[0]} is {sizes[wrong[0]]} in config.json")
+        return GPTConfig(**{own: sizes[theirs] for own, theirs in names.items()}, **options)
 
     def save_config(self, folder):
         """Write config.json as `transformers` reads it. The folder must exist."""

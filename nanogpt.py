@@ -4,6 +4,8 @@ nanoGPT computes GELU exactly, and this model by its tanh form, as OpenAI did: l
 """
 
 import pickle
+import re
+import zipfile
 from pathlib import Path
 
 import torch
@@ -26,6 +28,8 @@ def load(path):
     Raises OSError when the file cannot be read, ValueError when it holds something else.
     """
     stand_ins = [(Sizes, f"{module}.GPTConfig") for module in ("__main__", "train_gpt2", "model")]
+    if Path(path).is_file() and not zipfile.is_zipfile(path):
+        raise ValueError("it is not what torch.save writes")
     try:
         with torch.serialization.safe_globals(stand_ins):
             saved = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
@@ -35,8 +39,13 @@ def load(path):
         C, T = state["transformer.wte.weight"].size(1), state["transformer.wpe.weight"].size(0)
         layers = 1 + max(int(name.split(".")[2]) for name in state if name.startswith("transformer.h."))
         sizes = dict(seq_len=T, vocab_size=VOCAB_SIZE, n_layer=layers, n_head=int(config["n_head"]), n_embd=C)
+        if sizes["n_head"] < 1:
+            raise KeyError("n_head")
     except pickle.UnpicklingError as error:
-        raise ValueError(f"it holds more than weights and settings, and none of that is executed ({error})") from error
+        found = re.search(r"GLOBAL (\S+)", str(error))
+        raise ValueError(
+            "it holds more than weights and settings, and none of that is executed" + (f": {found[1]}" if found else "")
+        ) from error
     except (RuntimeError, KeyError, TypeError, AttributeError, IndexError) as error:
         raise ValueError(f"it is neither nanoGPT's nor build-nanogpt's ({type(error).__name__}: {error})") from error
     weights, biases = {}, {}

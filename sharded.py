@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.api import CheckpointException
@@ -51,7 +51,10 @@ def write(folder, tensors, group):
             check_written(path, {name: local(tensors[name]) for name in safe_open(path, "pt").keys()})
             flush_to_disk(path)
             hashes[path.name] = digest(path)
-    except (OSError, CheckpointException) as raised:
+    except CheckpointException as raised:
+        culprit, (cause, _) = next(iter(raised.failures.items()))
+        error = f"rank {culprit}: {first_line(cause)}"
+    except (OSError, SafetensorError) as raised:
         error = f"rank {rank}: {first_line(raised)}"
     reports = [None] * dist.get_world_size(group)
     dist.all_gather_object(reports, (error, hashes), group=group)

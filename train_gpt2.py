@@ -205,9 +205,10 @@ def train(config, ranks):
             if writer:
                 facts = dict(step=step, tokens=tokens, evaluated=evaluated, val_loss=val_loss)
                 facts |= dict(loader=loader_state, scaler=scaler.state_dict(), run=log.facts if log else None)
+                if log:
+                    log.flush(step)
                 folder = writer.start(model, tensors, facts)
             if log:
-                log.flush(step)
                 print(f"step {step:5d}/{config.max_steps} | checkpoint {folder}")
             del tensors  # once they are written, the next take their memory
 
@@ -279,7 +280,9 @@ def train(config, ranks):
             )
         if config.checkpoint_every and (saved < step or writer.failed):
             log.close(finished=False)
-            raise UserError(f"step {step} is not saved; {newest}; the same command with this --run_name goes on")
+            why = "" if healthy else ", since its loss or gradient is not finite"
+            hint = "the same command with this --run_name goes on" if healthy else "try a lower --lr"
+            raise UserError(f"step {step} is not saved{why}; {newest}; {hint}")
         if stopping:
             print(
                 f"{interrupt.name or 'stopped'}: stopped before step {step}; "
@@ -335,7 +338,9 @@ def print_plan(config, reasons, model, ranks, train_stream, val_stream, hellaswa
     """What is about to run, before it does."""
     facts = log.facts
     accumulated = accumulation_steps(config.batch_warmup_steps, config, ranks.world_size)
-    micro_steps = sum(accumulation_steps(step, config, ranks.world_size) for step in range(config.max_steps))
+    growing = min(config.batch_warmup_steps, config.max_steps)
+    micro_steps = sum(accumulation_steps(step, config, ranks.world_size) for step in range(growing))
+    micro_steps += (config.max_steps - growing) * accumulated
     total = micro_steps * config.micro_batch_size * config.seq_len * ranks.world_size
     switches = {name: getattr(config, name) for name in ("tf32", "compile", *MODEL_SWITCHES, "fp8", "fused_adamw")}
     switches[f"autocast {config.autocast}"] = config.autocast != "off"

@@ -87,9 +87,9 @@ def test_the_newest_and_the_best_stay(tmp_path):
     writer = checkpoint.Writer(tmp_path, keep=2)
     losses = {999_998: 5.0, 999_999: 3.0, 1_000_000: 4.0, 1_000_001: None, 1_000_002: float("nan")}
     for step, loss in losses.items():
-        writer.start(
-            model, tensors, dict(step=step, tokens=0, evaluated=True, loader={}, scaler={}, run={}, val_loss=loss)
-        )
+        loader = dict(position=0, total=1, seed=1, shuffle=True)
+        facts = dict(step=step, tokens=0, evaluated=True, loader=loader, scaler={}, run={}, val_loss=loss)
+        writer.start(model, tensors, facts)
         writer.wait()
         if step == 1_000_000:
             (tmp_path / "checkpoint_1000000" / "training.json").write_text("{")  # which stops nothing

@@ -92,6 +92,8 @@ def test_without_a_compiler_it_runs_uncompiled(monkeypatch):
         ("--n_layer 0", 1, dict(n_layer=0)),
         ("--seed -1", 1, dict(seed=-1)),
         ("--lr -1", 1, dict(lr=-1)),
+        ("--peak_tflops 0", 1, dict(peak_tflops=0)),
+        ("--seed 9223372036854775808", 1, dict(seed=2**63)),
         ("--shard_ranks is for --parallel hsdp, this is zero3", 4, dict(parallel="zero3", shard_ranks=2)),
         ("--shard_ranks 3 does not divide the 4 ranks", 4, dict(parallel="hsdp", shard_ranks=3)),
         ("goes with --parallel ddp, not zero3", 2, dict(parallel="zero3", autocast="fp16")),
@@ -115,7 +117,7 @@ def test_what_has_no_effect_is_noted():
 def test_one_rank_has_nothing_to_share():
     config, why = resolved(parallel="zero3", bf16_gradients=True)
     assert (config.parallel, config.bf16_gradients) == ("ddp", False)
-    assert "parallel is ddp: there is one rank" in why and "bf16_gradients is off" in why
+    assert "parallel is off: there is one rank" in why and "bf16_gradients is off" in why
     assert "bf16_gradients is off: NCCL alone" in resolved(2, bf16_gradients=True, total_batch_size=8192)[1]
     assert "hsdp is zero3 here" in resolved(2, parallel="hsdp", shard_ranks=2, total_batch_size=8192)[1]
 

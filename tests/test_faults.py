@@ -137,17 +137,34 @@ def test_a_signal_saves_and_ends_well(tmp_path, corpus, train, number):
     assert len(logged(run)) == step and json.loads((newest / "training.json").read_text())["step"] == step
 
 
-def test_standard_output_that_takes_no_more_ends_in_one_line():
-    """A full disk under it, or a pipe that nobody reads any more."""
+def test_an_output_that_goes_away_is_not_missed():
+    """A full disk under it, a pipe that nobody reads any more, an encoding without the character."""
     read, write = os.pipe()
     os.close(read)
-    for output, reason in [(os.open("/dev/full", os.O_WRONLY), "No space left on device"), (write, "Broken pipe")]:
-        script = "import cli; cli.run(lambda: print('step 0'))"
+    script = "import cli, sys; cli.run(lambda: [print('step 0 \\u0101') for _ in range(3)] and sys.stderr.write('end'))"
+    for output in (os.open("/dev/full", os.O_WRONLY), write, os.open("/dev/null", os.O_WRONLY)):
+        environment = os.environ | dict(PYTHONIOENCODING="ascii")
         done = subprocess.run(
-            [sys.executable, "-c", script], cwd=ROOT, stdout=output, stderr=subprocess.PIPE, text=True, timeout=60
+            [sys.executable, "-c", script], cwd=ROOT, env=environment, stdout=output, stderr=subprocess.PIPE, timeout=60
         )
         os.close(output)
-        assert (done.returncode, done.stderr) == (1, f"error: cannot write to standard output: {reason}\n")
+        assert (done.returncode, done.stderr) == (0, b"end")
+
+
+def test_ctrl_c_that_also_ends_who_reads_the_output(tmp_path, corpus):
+    """As in `train_gpt2.py 2>&1 | tee out.txt`: all is saved."""
+    read, write = os.pipe()
+    flags = [*longer(100_000), "--data_dir", str(corpus), "--run_name", "tee", "--checkpoint_every", "100000"]
+    process = subprocess.Popen(
+        [sys.executable, str(ROOT / "train_gpt2.py"), *flags], cwd=tmp_path, stdout=write, stderr=write
+    )
+    os.close(write)
+    with os.fdopen(read, "rb") as output:
+        while b"step     3/" not in output.readline():
+            pass
+    process.send_signal(signal.SIGINT)
+    assert process.wait(60) == 0
+    assert len(list((tmp_path / "log" / "tee").glob("checkpoint_*"))) == 1
 
 
 @pytest.mark.parametrize("pause, code", [(0, 7), (1.2, 130)])
