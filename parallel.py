@@ -38,7 +38,7 @@ class Ranks:
         return self.rank == 0
 
     def sum(self, *values):
-        """Each number (or one-element tensor) added up over all ranks, in float64; returns a list of floats."""
+        """Each number (or tensor of no dimensions) added up over all ranks, in float64; returns a list of floats."""
         return self._reduce(values, dist.ReduceOp.SUM)
 
     def min(self, value):
@@ -46,10 +46,10 @@ class Ranks:
         return self._reduce([value], dist.ReduceOp.MIN)[0]
 
     def _reduce(self, values, operation):
-        values = [float(value) for value in values]
         if not dist.is_initialized():
-            return values
-        result = torch.tensor(values, dtype=torch.float64, device=self.device)
+            return [float(value) for value in values]
+        # what is on the device stays there until all of it is known: one wait for the device
+        result = torch.stack([torch.as_tensor(value, dtype=torch.float64, device=self.device) for value in values])
         dist.all_reduce(result, operation)
         return result.tolist()
 

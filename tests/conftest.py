@@ -2,8 +2,10 @@
 
 import json
 import multiprocessing
+import multiprocessing.connection
 import os
 import runpy
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -62,37 +64,56 @@ def corpus(tmp_path):
     return folder
 
 
-def run_script(script, args, folder, outputs):
-    """What `python SCRIPT ARGS` does in a folder, its standard output and error going to two files."""
+def run_script(script, args, folder, outputs, env=None):
+    """What `python SCRIPT ARGS` does in a folder, its standard output and error added to two files."""
     for number, path in enumerate(outputs, 1):
-        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
+    os.environ.update(env or {})
     os.chdir(folder)
     sys.argv = [script, *args]
     runpy.run_path(script, run_name="__main__")
 
 
+def free_port():
+    with socket.create_server(("localhost", 0)) as server:
+        return server.getsockname()[1]
+
+
 @pytest.fixture
 def command(tmp_path, tmp_path_factory):
-    """Run one of the project's commands in an empty folder; returns the finished process."""
+    """Run one of the project's commands in an empty folder, on several ranks as torchrun would (with less to import);
+    returns the finished process."""
 
     def call(script, *args, ranks=1, env=None):
         command = [str(ROOT / script), *map(str, args)]
-        if ranks == 1 and not env:
-            outputs = [tmp_path_factory.mktemp("outputs") / name for name in ("out", "err")]
-            process = FORKS.Process(target=run_script, args=(command[0], command[1:], tmp_path, outputs))
-            process.start()
-            process.join(240)
-            assert process.exitcode is not None, "still running after 240 s"
-            return subprocess.CompletedProcess(command, process.exitcode, *(path.read_text() for path in outputs))
-        launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] if ranks > 1 else []
-        return subprocess.run(
-            [sys.executable, *launch, *command],
-            cwd=tmp_path,
-            env=os.environ | (env or {}),
-            capture_output=True,
-            text=True,
-            timeout=240,
-        )
+        if env:  # which may be read before a fork begins
+            return subprocess.run(
+                [sys.executable, *command],
+                cwd=tmp_path,
+                env=os.environ | env,
+                capture_output=True,
+                text=True,
+                timeout=240,
+            )
+        outputs = [tmp_path_factory.mktemp("outputs") / name for name in ("out", "err")]
+        everybody = dict(MASTER_ADDR="localhost", MASTER_PORT=free_port(), WORLD_SIZE=ranks, LOCAL_WORLD_SIZE=ranks)
+        processes = []
+        for rank in range(ranks):
+            own = everybody | dict(RANK=rank, LOCAL_RANK=rank) if ranks > 1 else {}
+            own = {name: str(value) for name, value in own.items()}
+            arguments = (command[0], command[1:], tmp_path, outputs, own)
+            processes.append(FORKS.Process(target=run_script, args=arguments))
+            processes[-1].start()
+        running = list(processes)
+        while running:
+            ended = multiprocessing.connection.wait([process.sentinel for process in running], timeout=240)
+            assert ended, "still running after 240 s"
+            running = [process for process in running if process.sentinel not in ended]
+            if any(process.exitcode for process in processes if process not in running):
+                for process in running:
+                    process.terminate()
+        code = next((process.exitcode for process in processes if process.exitcode), 0)
+        return subprocess.CompletedProcess(command, code, *(path.read_text() for path in outputs))
 
     return call
 

@@ -190,8 +190,8 @@ def test_bad_runs_end_in_one_line(train, tmp_path):
     train("taken")
     expect_error(train("taken", fails=True), "taken", "--run_name")
     refused = train("taken", fails=True, ranks=2)  # an error of rank 0 alone ends the others without a word
-    assert refused.returncode == 1 and refused.stderr.count("already holds a run") == 1
-    assert refused.stderr.count("Traceback") == 1  # torchrun's own
+    expect_error(refused, "already holds a run")
+    assert len(refused.stderr.splitlines()) == 1
     expect_error(train("x", "--micro_batch_size", 3, fails=True), "--micro_batch_size 2", "--total_batch_size 192")
     for name in ("fp8", "tf32", "bf16-residual"):  # by default they are noted as off
         expect_error(train("x", f"--{name}", fails=True), f"--{name.replace('-', '_')} does nothing here")

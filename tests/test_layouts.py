@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from conftest import ROOT, TINY, expect_error, logged, metrics
+from conftest import ROOT, TINY, expect_error, free_port, logged, metrics
 from test_hellaswag import make_items
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -12,12 +12,12 @@ import checkpoint
 import parallel
 from model import GPT, GPTConfig
 
-# Trains once for each list of arguments, under one torchrun: the numbered restarts are what torchrun itself would count
+# Trains once for each list of arguments, in the same processes
 SEVERAL = """
 import json, os, sys
 import train_gpt2
-for i, arguments in enumerate(json.load(open(sys.argv[1]))):
-    os.environ["TORCHELASTIC_RESTART_COUNT"] = str(i)
+for port, arguments in json.load(open(sys.argv[1])):
+    os.environ["MASTER_PORT"] = str(port)
     sys.argv = ["train_gpt2.py", *arguments]
     train_gpt2.main()
 """
@@ -30,7 +30,7 @@ def train_several(command, corpus, tmp_path, monkeypatch):
     def call(ranks, runs):
         (tmp_path / "several.py").write_text(SEVERAL)
         flags = [[*TINY, "--data_dir", str(corpus), "--run_name", name, *map(str, runs[name])] for name in runs]
-        (tmp_path / "runs.json").write_text(json.dumps(flags))
+        (tmp_path / "runs.json").write_text(json.dumps([(free_port(), each) for each in flags]))
         monkeypatch.setenv("PYTHONPATH", str(ROOT))
         done = command(tmp_path / "several.py", "runs.json", ranks=ranks)
         assert done.returncode == 0, done.stdout + done.stderr
