@@ -189,10 +189,10 @@ def bytes_per_token(config):
     layer = config.n_embd * layer + (0 if config.flash else config.n_head * config.seq_len * score)
     layers = config.n_layer * layer
     if config.activation_checkpointing != "off":
-        # of every block its input in 2 or 4 bytes, with "selective" its products as well; all of one that is under way
-        kept = (2 if config.bf16_residual else 4) + (config.activation_checkpointing == "selective") * (
-            20 if small else 40
-        )
+        # of every block its input, with "selective" the ten numbers of its products as well; all of one under way
+        kept = 2 if config.bf16_residual else 4
+        if config.activation_checkpointing == "selective":
+            kept += 20 if small else 40
         layers = config.n_layer * config.n_embd * kept + layer
     training = layers + (0 if config.fused_loss else VOCAB_SIZE * head)
     # evaluation wants each token's loss and makes all logits: 2 bytes each compiled, eager 11 with float32 copies

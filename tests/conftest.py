@@ -107,11 +107,11 @@ def command(tmp_path, tmp_path_factory):
         running = list(processes)
         while running:
             ended = multiprocessing.connection.wait([process.sentinel for process in running], timeout=240)
-            assert ended, "still running after 240 s"
             running = [process for process in running if process.sentinel not in ended]
-            if any(process.exitcode for process in processes if process not in running):
+            if not ended or any(process.exitcode for process in processes if process not in running):
                 for process in running:
-                    process.terminate()
+                    process.terminate() if ended else process.kill()
+            assert ended, "still running after 240 s"
         code = next((process.exitcode for process in processes if process.exitcode), 0)
         return subprocess.CompletedProcess(command, code, *(path.read_text() for path in outputs))
 
