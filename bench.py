@@ -53,10 +53,7 @@ def main():
     sizes = dict(n_layer=config.n_layer, n_head=config.n_head, n_embd=config.n_embd)
     model = GPT(GPTConfig(seq_len=T, **sizes, **{name: getattr(config, name) for name in MODEL_SWITCHES}))
     parallel.checkpoint_activations(model, config.activation_checkpointing)
-    if config.parallel == "ddp":
-        model.to(device)
-    else:
-        parallel.shard(model, config, ranks)
+    parallel.place(model, config, ranks)
     if config.fp8:
         import fp8
 

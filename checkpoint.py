@@ -305,7 +305,7 @@ def load_model(name, **options):
             model.load_hugging_face(weights)
             return model
     config = load_config(name)
-    if any(map(sharded.is_piece, (path.name for path in Path(name).glob("*")))):
+    if any(sharded.is_piece(path.name) for path in Path(name).glob("*")):
         model = GPT(dataclasses.replace(config, **options))
         weights = {name: stored(name, parameter.detach()) for name, parameter in model.named_parameters()}
         if missing := [file for file in read_training(name)["sha256"] if not (Path(name) / file).exists()]:

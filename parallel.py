@@ -168,6 +168,14 @@ def shard(model, config, ranks):
         fully_shard(part, mesh=mesh, mp_policy=policy, reshard_after_forward=lets_go(part, model, config))
 
 
+def place(model, config, ranks):
+    """Put a GPT where it trains: whole on the rank's device with ddp, else in pieces over the ranks."""
+    if config.parallel == "ddp":
+        model.to(ranks.device)
+    else:
+        shard(model, config, ranks)
+
+
 def lets_go(part, model, config):
     """Whether a part's weights are dropped between forward and backward: not those that backward begins with."""
     return config.parallel != "zero2" and part is not model

@@ -111,10 +111,7 @@ def train(config, ranks):
     # activation_checkpointing: less memory, so a larger model or micro-batch, for up to a third more computation
     parallel.checkpoint_activations(model, config.activation_checkpointing)
     # parallel: zero2, zero3 and hsdp leave each rank a part of the weights; with ddp it has all
-    if config.parallel == "ddp":
-        model.to(device)
-    else:
-        parallel.shard(model, config, ranks)
+    parallel.place(model, config, ranks)
     # fp8: the blocks' products in 8 bits, at twice the rate; tensors need scales, which follow the values they had
     if config.fp8:
         import fp8
