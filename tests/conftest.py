@@ -5,6 +5,7 @@ import multiprocessing
 import multiprocessing.connection
 import os
 import runpy
+import signal
 import socket
 import subprocess
 import sys
@@ -21,6 +22,9 @@ from tokenizer import END_OF_TEXT
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # kernels.py then runs on a CPU, in NumPy; to be set before it is imported
+
+# A shell without job control has what it runs in the background ignore Ctrl-C, and so would the trainings here
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Most commands run in forks of one process that has imported what they need: seconds less for each
 FORKS = multiprocessing.get_context("forkserver")
