@@ -75,20 +75,20 @@ def head_loss(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The summed cross-entropy of the logits x weightᵀ, and its gradients to x and weight, in one go.
 
-    x (N, C) in 16 bits or float32, weight (V_padded, C) float32, targets (N,) int64, IGNORED where none. The logits of
+    x (N, C) and weight (V_padded, C) in 16 bits or float32, targets (N,) int64, IGNORED where none. The logits of
     N / chunks rows exist at a time, and are never read again once their gradient has left (as in Liger-Kernel's fused
-    linear cross-entropy, Hsu et al. 2024). Returns a float32 scalar, (N, C) as x, (V_padded, C) float32.
+    linear cross-entropy, Hsu et al. 2024). Returns a float32 scalar, (N, C) as x, (V_padded, C) as weight.
     """
     cast = weight.to(x.dtype)
     x_gradient = torch.empty_like(x)
-    weight_gradient = torch.zeros_like(weight)
+    weight_gradient = torch.zeros_like(weight, dtype=torch.float32)
     loss = torch.zeros((), dtype=torch.float32, device=x.device)
     for rows, part, gradient in zip(x.chunk(chunks), targets.chunk(chunks), x_gradient.chunk(chunks)):
         logits = rows @ cast.t()  # (N / chunks, V_padded)
         loss += cross_entropy_(logits, part, vocab_size).sum()
         torch.mm(logits, cast, out=gradient)
         add_product_(weight_gradient, logits, rows)
-    return loss, x_gradient, weight_gradient
+    return loss, x_gradient, weight_gradient.to(weight.dtype)
 
 
 @head_loss.register_fake
@@ -285,7 +285,7 @@ def bias_gelu_backward_kernel(
 
 
 def gelu(h, bias, scale=None, peak=None):
-    """gelu(h + bias), in its tanh form, as h, or with a scale the pair of quantize. h (N, C), bias (C,) float32."""
+    """gelu(h + bias), in its tanh form, as h, or with a scale the pair of quantize. h (N, C), bias (C,)."""
     h = h.contiguous()
     N, C = h.shape
     rows, block = (1, 1024) if scale is None else (16, 64)
@@ -318,7 +318,7 @@ def words(x):
 
 @torch.library.custom_op("gpt2::bias_gelu", mutates_args=())
 def bias_gelu(h: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-    """gelu(h + bias) in its tanh form, differentiable. h (..., C), bias (C,) float32."""
+    """gelu(h + bias) in its tanh form, differentiable. h (..., C), bias (C,)."""
     return gelu(h.flatten(0, -2), bias).view_as(h)
 
 
@@ -331,9 +331,9 @@ def _(h, bias):
 def bias_gelu_backward(
     h: torch.Tensor, bias: torch.Tensor, out_gradient: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The gradients to h, and to bias (C,) float32."""
+    """The gradients to h and bias."""
     gradient, bias_gradient = gelu_backward(h.flatten(0, -2), bias, out_gradient.flatten(0, -2))
-    return gradient.view_as(h), bias_gradient
+    return gradient.view_as(h), bias_gradient.to(bias.dtype)
 
 
 @bias_gelu_backward.register_fake

@@ -1,5 +1,6 @@
 """Against float64 references: on a GPU where there is one, else in Triton's interpreter (see conftest)."""
 
+import itertools
 from functools import partial
 
 import pytest
@@ -178,12 +179,14 @@ def test_under_autocast_they_work_in_16_bits(calls, dtype):
 
 def test_the_compiler_knows_what_they_return():
     """Shapes, types and strides of the operations' stand-ins, and that nothing returned is an input."""
-    x, weight, targets = normal(6, 16), normal(32, 16), torch.arange(6, device=DEVICE)
-    for requires_grad in (False, True):
-        x, weight = x.detach().requires_grad_(requires_grad), weight.detach().requires_grad_(requires_grad)
+    targets = torch.arange(6, device=DEVICE)
+    for dtype, requires_grad in itertools.product((torch.float32, torch.bfloat16), (False, True)):  # of the weights
+        x, weight = normal(6, 16).bfloat16(), normal(32, 16, dtype=dtype)
+        x, weight = x.requires_grad_(requires_grad), weight.requires_grad_(requires_grad)
         checks = ("test_schema", "test_faketensor", "test_autograd_registration")
         torch.library.opcheck(kernels.head_loss, (x, weight, targets, 30, 2), test_utils=checks)
         torch.library.opcheck(kernels.bias_gelu, (x, weight[0]), test_utils=checks)
+        torch.library.opcheck(kernels.bias_gelu_backward, (x, weight[0], x), test_utils=checks)
 
 
 def test_what_is_not_contiguous():
