@@ -34,7 +34,7 @@ MARKS = {
     "HellaSwag": "GPT-2 124M: acc 0.2859, acc_norm 0.2955; 1558M: 0.3842, 0.4893; GPT-3 125M: acc 0.337",
     "LAMBADA": "GPT-2 124M: acc 0.3256, perplexity 40.06; GPT-3 125M: 0.427, 18.6",
 }
-SHAPES = 3  # widths of rows: each is a graph to compile; one would be half again as much padding
+WIDTHS = 3  # of rows, in training: each is a graph to compile; with one there would be half again as much padding
 
 
 def load_items(name, path=None):
@@ -73,57 +73,62 @@ def load_items(name, path=None):
 class Rows:
     """Contexts and what may follow them, as rows of a few fixed shapes, the short apart from the long."""
 
-    def __init__(self, pairs, seq_len, tokens):
-        """pairs: token lists (context, continuation). tokens: at most so many in a batch. Rows of more than seq_len
-        tokens lose the start of their context."""
+    def __init__(self, pairs, seq_len, tokens, widths):
+        """pairs: token lists (context, continuation). tokens: at most so many in a batch. widths: so many of rows. Rows
+        of more than seq_len tokens lose the start of their context."""
         rows = [(context + continuation)[-seq_len - 1 :] for context, continuation in pairs]
         ends = np.array([len(row) for row in rows])
         starts = np.maximum(1, ends - [len(continuation) for _, continuation in pairs])  # the first token has no loss
         self.lengths = torch.from_numpy(ends - starts)  # of the continuations
-        self.batches = []  # tokens (R, width + 1), where continuations start and end (R, 1), and which pairs they are
+        self.batches = []  # inputs (R, width); the continuations' places in them, and targets, (N,); whose they are
         order = np.argsort(ends, kind="stable")
         widest = min(seq_len, -(-(ends.max() - 1) // 8) * 8)
-        widths = [*dict.fromkeys(min(widest, -(-widest * i // SHAPES // 8) * 8) for i in range(1, SHAPES + 1))]
-        for narrower, width in zip([0, *widths], widths):
+        steps = [*dict.fromkeys(min(widest, -(-widest * i // widths // 8) * 8) for i in range(1, widths + 1))]
+        for narrower, width in zip([0, *steps], steps):
             here = order[(ends[order] - 1 > narrower) & (ends[order] - 1 <= width)]
             R = max(1, min(tokens // width, len(here)))
-            for which in np.split(here, range(R, len(here), R)):
-                batch, spans = np.zeros((R, width + 1), dtype=np.int32), np.zeros((2, R, 1), dtype=np.int32)
-                for r, pair in enumerate(which):
+            parts = [here[i : i + R] for i in range(0, len(here), R)]
+            N = max((int(self.lengths[part].sum()) for part in parts), default=0)
+            for part in parts:
+                batch = np.zeros((R, width + 1), dtype=np.int32)
+                for r, pair in enumerate(part):
                     batch[r, : ends[pair]] = rows[pair]
-                spans[:, : len(which), 0] = starts[which], ends[which]
-                self.batches.append([torch.from_numpy(array) for array in (batch, *spans, which)])
+                position = np.arange(1, width + 1)
+                r, column = np.nonzero((position >= starts[part, None]) & (position < ends[part, None]))
+                at, targets = np.zeros(N, dtype=np.int32), np.full(N, -1, dtype=np.int32)
+                at[: len(r)], targets[: len(r)] = r * width + column, batch[r, column + 1]
+                self.batches.append([torch.from_numpy(array) for array in (batch[:, :-1], at, targets, part[r])])
 
     @torch.no_grad()
     def measure(self, function, ranks, progress=None):
-        """What function(x, y) gives for each continuation, summed over its tokens: (pairs,) float32.
+        """What function(x, y, at) gives for each continuation, summed over its tokens: (pairs,) float64.
 
-        The function gets inputs and targets (-1 outside the continuations), both (R, width), and returns the same
-        shape, 0 where there is no target. The ranks divide the batches, and each returns all sums.
+        The function gets inputs (R, width), and the targets at some of their places, both (N,), the places as those of
+        inputs.flatten(). It returns (N,) numbers; where a target is -1, any. The ranks divide the batches, and each
+        returns all sums.
         """
+        mine = self.batches[ranks.rank :: ranks.world_size]
         found = []
-        for tokens, start, end, _ in tqdm(self.batches[ranks.rank :: ranks.world_size], progress, disable=not progress):
-            tokens, start, end = (tensor.to(ranks.device, non_blocking=True) for tensor in (tokens, start, end))
-            position = torch.arange(1, tokens.size(1), device=ranks.device)
-            y = tokens[:, 1:].long().where((position >= start) & (position < end), -1)
-            found.append(function(tokens[:, :-1].long(), y).float().sum(dim=1))
-        sums = torch.zeros(len(self.lengths))
-        for values, (*_, which) in zip(found, self.batches[ranks.rank :: ranks.world_size]):
-            sums[which] = values[: len(which)].cpu()
+        for x, at, y, _ in tqdm(mine, progress, disable=not progress):
+            x, y, at = (tensor.to(ranks.device, non_blocking=True).long() for tensor in (x, y, at))
+            found.append(function(x, y, at))
+        sums = torch.zeros(len(self.lengths), dtype=torch.float64)
+        for values, (*_, pairs) in zip(found, mine):
+            sums.index_add_(0, pairs, values[: len(pairs)].cpu().double())
         return torch.stack(ranks.gather(sums)).sum(dim=0)
 
 
 class MultipleChoice:
     """HellaSwag, or other items with ctx, endings and label."""
 
-    def __init__(self, items, seq_len, tokens):
+    def __init__(self, items, seq_len, tokens, widths=WIDTHS):
         """Arguments as of Rows. Raises UserError for other items."""
         if "endings" not in items[0]:
             raise UserError("items of multiple choice must have ctx, endings and label, and these have a text")
         encode = get_tokenizer().encode_ordinary
         contexts = [encode(item["ctx"]) for item in items]
         pairs = [(context, encode(" " + end)) for item, context in zip(items, contexts) for end in item["endings"]]
-        self.rows = Rows(pairs, seq_len, tokens)
+        self.rows = Rows(pairs, seq_len, tokens, widths)
         self.labels = torch.tensor([item["label"] for item in items])
         counts = torch.tensor([len(item["endings"]) for item in items])
         self.choices = torch.arange(counts.max()) < counts[:, None]  # (items, most endings)
@@ -131,12 +136,12 @@ class MultipleChoice:
     def losses(self, losses_of, ranks, progress=None):
         """The summed loss of every ending, and the loss per token: (items, most endings), infinite where is no ending.
 
-        losses_of(x, y) gives each target's loss, (R, width), 0 where y is -1.
+        losses_of: a function for Rows.measure.
         """
         sums = self.rows.measure(losses_of, ranks, progress)
         tables = [torch.full(self.choices.shape, math.inf) for _ in range(2)]
         for table, values in zip(tables, (sums, sums / self.rows.lengths)):
-            table[self.choices] = values
+            table[self.choices] = values.float()
         return tables
 
     def evaluate(self, losses_of, ranks, progress=None):
@@ -148,16 +153,17 @@ class MultipleChoice:
 class LastWord:
     """LAMBADA, or other items with a text, of which the last word is to be found."""
 
-    def __init__(self, items, seq_len, tokens):
+    def __init__(self, items, seq_len, tokens, widths=WIDTHS):
         encode = get_tokenizer().encode_ordinary
         split = [item["text"].rpartition(" ") for item in items]
-        self.rows = Rows([(encode(context), encode(" " + word)) for context, _, word in split], seq_len, tokens)
+        pairs = [(encode(context), encode(" " + word)) for context, _, word in split]
+        self.rows = Rows(pairs, seq_len, tokens, widths)
 
     def evaluate(self, model, losses_of, ranks, progress=None):
         """(acc, perplexity)."""
 
-        def misses(x, y):
-            return (model(x).argmax(dim=-1) != y) & (y >= 0)
+        def misses(x, y, at):
+            return model(x, at=at).argmax(dim=-1) != y
 
         acc = (self.rows.measure(misses, ranks, progress) == 0).double().mean().item()
         return acc, self.rows.measure(losses_of, ranks, progress).mean().exp().item()
@@ -189,19 +195,19 @@ def main():
     bf16 = ranks.device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
     autocast = torch.autocast(ranks.device.type, torch.bfloat16, enabled=bf16)
 
-    def losses_of(x, y):
-        return model(x, y, reduction="none")
+    def losses_of(x, y, at):
+        return model(x, y, reduction="none", at=at)
 
     for name, path in [(Path(path).stem, path) for path in flags.data] or [(name, None) for name in DATASETS]:
         items = load_items(name, path)[: flags.limit]
         progress = name if ranks.is_main else None
         with autocast:
             if "endings" in items[0]:
-                task = MultipleChoice(items, model.config.seq_len, tokens)
+                task = MultipleChoice(items, model.config.seq_len, tokens, widths=16)
                 results = "acc {:.4f} | acc_norm {:.4f}".format(*task.evaluate(losses_of, ranks, progress))
                 kind, chance = "HellaSwag", f"chance {(1 / task.choices.sum(dim=1)).mean():.4f}"
             else:
-                task = LastWord(items, model.config.seq_len, tokens)
+                task = LastWord(items, model.config.seq_len, tokens, widths=16)
                 results = "acc {:.4f} | perplexity {:.2f}".format(*task.evaluate(model, losses_of, ranks, progress))
                 kind, chance = "LAMBADA", ""
         if ranks.is_main:

@@ -111,11 +111,11 @@ head_loss.register_autograd(scale_gradients, setup_context=keep_gradients)
 
 
 def mean_loss(x, weight, targets, vocab_size):
-    """The mean cross-entropy in nats of the logits x weightᵀ over all targets but IGNORED; x (B, T, C)."""
+    """The mean cross-entropy in nats of the logits x weightᵀ over all targets but IGNORED; x (..., C)."""
     if torch.is_autocast_enabled(x.device.type):
         x = x.to(torch.get_autocast_dtype(x.device.type))
     chunks = -(-targets.numel() // ROWS_OF_LOGITS)
-    total = head_loss(x.flatten(0, 1).contiguous(), weight, targets.flatten().contiguous(), vocab_size, chunks)[0]
+    total = head_loss(x.flatten(0, -2).contiguous(), weight, targets.flatten().contiguous(), vocab_size, chunks)[0]
     return total / (targets != IGNORED.value).sum()
 
 

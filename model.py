@@ -193,11 +193,12 @@ class GPT(nn.Module):
         padding = self.config.table_rows - self.config.vocab_size
         return sum(p.numel() for p in self.parameters()) - padding * self.config.n_embd
 
-    def forward(self, idx, targets=None, reduction="mean", cache=None):
+    def forward(self, idx, targets=None, reduction="mean", at=None, cache=None):
         """Logits, or with targets their cross-entropy.
 
         idx (B, T) int64. targets (B, T) int64, -1 where none: the loss in nats, the mean over all targets, or with
         reduction="none" (B, T), 0 where there is none. Without targets: logits (B, T, V), padding left out.
+        at (N,) int64, positions in idx.flatten(): targets, losses and logits are of these alone, (N,) and (N, V).
         cache (of new_cache) holds earlier tokens: the first call brings the prompt, each later one a single token, and
         only the last position's logits come back, (B, 1, V).
 
@@ -215,6 +216,8 @@ class GPT(nn.Module):
             x = block(x, cache.layers[layer] if cache else None)
         if cache:
             x = x[:, -1:]
+        if at is not None:
+            x = x.flatten(0, 1)[at]  # (N, C)
         x = self.transformer.ln_f(x)
         # fused_loss: logits exist for a part of the batch at a time, and the pass over them that finds the loss leaves
         # the gradient in their place
@@ -227,10 +230,10 @@ class GPT(nn.Module):
         if self.config.table_rows > self.config.vocab_size:
             padding = torch.zeros(self.config.table_rows, device=x.device)
             padding[self.config.vocab_size :] = float("-inf")
-        logits = F.linear(x, self.transformer.wte.weight, padding)  # (B, T, V), the head is the token embedding again
+        logits = F.linear(x, self.transformer.wte.weight, padding)  # (..., V), the head is the token embedding again
         if targets is None:
             return logits[..., : self.config.vocab_size]
-        loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1, reduction=reduction)
+        loss = F.cross_entropy(logits.flatten(0, -2), targets.flatten(), ignore_index=-1, reduction=reduction)
         return loss if reduction == "mean" else loss.view_as(targets)
 
     def new_cache(self, capacity):

@@ -126,10 +126,10 @@ def train(config, ranks):
     if resumed:
         resume.restore(resumed, training, model, optimizer, scaler, loader, ranks)
 
-    def losses_of(x, y):
-        """Each target's loss, (B, T), for the evaluations."""
+    def losses_of(x, y, at=None):
+        """Each target's loss, as y, for the evaluations."""
         with autocast:
-            return forward(x, y, reduction="none")
+            return forward(x, y, reduction="none", at=at)
 
     # ------------------------------------------------------------------------------------------------------------------
     # The plan

@@ -62,9 +62,9 @@ def test_scores_are_those_by_hand(tokens):
     task = MultipleChoice(items, 64, tokens)
     shapes = set()
 
-    def losses_of(x, y):
-        shapes.add(x.shape)
-        return model(x, y, reduction="none")
+    def losses_of(x, y, at):
+        shapes.add((x.shape, y.shape))
+        return model(x, y, reduction="none", at=at)
 
     found = [table.argmin(dim=1) == task.labels for table in task.losses(losses_of, ALONE)]
     assert tuple(found[0].tolist()) == right and tuple(found[1].tolist()) == right_norm
@@ -96,14 +96,14 @@ def test_the_last_word():
         losses.append(loss)
     assert 0 < sum(hits) < 12
     task = LastWord([dict(text=text) for text in texts], 64, 100)
-    acc, perplexity = task.evaluate(model, lambda x, y: model(x, y, reduction="none"), ALONE)
+    acc, perplexity = task.evaluate(model, lambda x, y, at: model(x, y, reduction="none", at=at), ALONE)
     assert acc == pytest.approx(sum(hits) / 12)
     assert perplexity == pytest.approx(math.exp(sum(losses) / 12), rel=1e-4)
 
 
 def test_ranks_divide_the_batches():
     model, task = tiny(), MultipleChoice(make_items(11), 64, 60)
-    losses_of = lambda x, y: model(x, y, reduction="none")  # noqa: E731
+    losses_of = lambda x, y, at: model(x, y, reduction="none", at=at)  # noqa: E731
     whole = task.rows.measure(losses_of, ALONE)
     parts = [task.rows.measure(losses_of, Ranks(rank, 4, torch.device("cpu"))) for rank in range(4)]
     assert torch.equal(sum(parts), whole) and all((part == 0).any() and (part != 0).any() for part in parts)
@@ -112,13 +112,15 @@ def test_ranks_divide_the_batches():
 
 
 def rows_of(task, seq_len):
-    """{pair: (inputs, targets)}, as the model gets them."""
-    seen = []
-    task.rows.measure(lambda x, y: seen.append((x, y)) or torch.zeros(x.shape), ALONE)
-    assert all(x.size(1) <= seq_len for x, _ in seen)
-    return {
-        int(pair): (x[r], y[r]) for (x, y), batch in zip(seen, task.rows.batches) for r, pair in enumerate(batch[3])
-    }
+    """{pair: (inputs, targets, -1 where none)}, as the model gets them."""
+    found = {}
+    for x, at, y, pairs in task.rows.batches:
+        assert x.size(1) <= seq_len and (y[len(pairs) :] == -1).all()
+        for place, target, pair in zip(at.tolist(), y.tolist(), pairs.tolist()):
+            row, column = divmod(place, x.size(1))
+            _, targets = found.setdefault(pair, (x[row], torch.full((x.size(1),), -1)))
+            targets[column] = target
+    return found
 
 
 def test_targets_are_the_endings():

@@ -147,6 +147,9 @@ def test_loss_of_chosen_targets():
     assert losses.shape == y.shape and losses[:, :10].abs().max() == 0
     torch.testing.assert_close(losses[:, 10:], expected[:, 10:])
     assert model(x, y).item() == pytest.approx(expected[:, 10:].mean().item(), rel=1e-5)
+    at = torch.tensor([30, 11, 12, 71])  # of 3 × 24
+    torch.testing.assert_close(model(x, y.flatten()[at], reduction="none", at=at), losses.flatten()[at])
+    torch.testing.assert_close(model(x, at=at), model(x).flatten(0, 1)[at])
 
 
 def test_no_token_sees_the_future():
