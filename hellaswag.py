@@ -190,7 +190,7 @@ def main():
     if any(value is not None and value < 1 for value in (flags.batch_tokens, flags.limit)):
         raise UserError("--batch_tokens and --limit must be at least 1")
     ranks = parallel.start(flags.device)
-    tokens = flags.batch_tokens or (16384 if ranks.device.type == "cuda" else 4096)
+    shape = dict(tokens=flags.batch_tokens or (16384 if ranks.device.type == "cuda" else 4096), widths=16)
     model = checkpoint.load_model(flags.model).to(ranks.device)
     bf16 = ranks.device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
     autocast = torch.autocast(ranks.device.type, torch.bfloat16, enabled=bf16)
@@ -203,11 +203,11 @@ def main():
         progress = name if ranks.is_main else None
         with autocast:
             if "endings" in items[0]:
-                task = MultipleChoice(items, model.config.seq_len, tokens, widths=16)
+                task = MultipleChoice(items, model.config.seq_len, **shape)
                 results = "acc {:.4f} | acc_norm {:.4f}".format(*task.evaluate(losses_of, ranks, progress))
                 kind, chance = "HellaSwag", f"chance {(1 / task.choices.sum(dim=1)).mean():.4f}"
             else:
-                task = LastWord(items, model.config.seq_len, tokens, widths=16)
+                task = LastWord(items, model.config.seq_len, **shape)
                 results = "acc {:.4f} | perplexity {:.2f}".format(*task.evaluate(model, losses_of, ranks, progress))
                 kind, chance = "LAMBADA", ""
         if ranks.is_main:
