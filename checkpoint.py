@@ -171,8 +171,8 @@ class Writer:
             self.failed = False
         except (OSError, SafetensorError) as error:
             self.failed = True
-            found = checkpoints(self.folder)
             if self.is_main:
+                found = checkpoints(self.folder)
                 print(f"the checkpoint was not written ({error}); {found[0] if found else 'none'} is the last")
 
     def _write(self, folder, model, tensors, training):

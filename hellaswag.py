@@ -80,7 +80,7 @@ class Rows:
         ends = np.array([len(row) for row in rows])
         starts = np.maximum(1, ends - [len(continuation) for _, continuation in pairs])  # the first token has no loss
         self.lengths = torch.from_numpy(ends - starts)  # of the continuations
-        self.batches = []  # inputs (R, width); the continuations' places in them, and targets, (N,); whose they are
+        self.batches = []  # inputs (R, width); the continuations, and their places in the inputs, (N,); whose they are
         order = np.argsort(ends, kind="stable")
         widest = min(seq_len, -(-(ends.max() - 1) // 8) * 8)
         steps = [*dict.fromkeys(min(widest, -(-widest * i // widths // 8) * 8) for i in range(1, widths + 1))]
@@ -89,29 +89,27 @@ class Rows:
             R = max(1, min(tokens // width, len(here)))
             parts = [here[i : i + R] for i in range(0, len(here), R)]
             N = max((int(self.lengths[part].sum()) for part in parts), default=0)
+            position = np.arange(1, width + 1)
             for part in parts:
                 batch = np.zeros((R, width + 1), dtype=np.int32)
                 for r, pair in enumerate(part):
                     batch[r, : ends[pair]] = rows[pair]
-                position = np.arange(1, width + 1)
                 r, column = np.nonzero((position >= starts[part, None]) & (position < ends[part, None]))
-                at, targets = np.zeros(N, dtype=np.int32), np.full(N, -1, dtype=np.int32)
-                at[: len(r)], targets[: len(r)] = r * width + column, batch[r, column + 1]
-                self.batches.append([torch.from_numpy(array) for array in (batch[:, :-1], at, targets, part[r])])
+                targets, at = np.full(N, -1, dtype=np.int32), np.zeros(N, dtype=np.int32)
+                targets[: len(r)], at[: len(r)] = batch[r, column + 1], r * width + column
+                self.batches.append([torch.from_numpy(array) for array in (batch[:, :-1], targets, at, part[r])])
 
     @torch.no_grad()
     def measure(self, function, ranks, progress=None):
         """What function(x, y, at) gives for each continuation, summed over its tokens: (pairs,) float64.
 
-        The function gets inputs (R, width), and the targets at some of their places, both (N,), the places as those of
-        inputs.flatten(). It returns (N,) numbers; where a target is -1, any. The ranks divide the batches, and each
-        returns all sums.
+        The function gets inputs (R, width), targets (N,), and where in inputs.flatten() each belongs, (N,). It returns
+        (N,) numbers; where a target is -1, any. The ranks divide the batches, and each returns all sums.
         """
         mine = self.batches[ranks.rank :: ranks.world_size]
         found = []
-        for x, at, y, _ in tqdm(mine, progress, disable=not progress):
-            x, y, at = (tensor.to(ranks.device, non_blocking=True).long() for tensor in (x, y, at))
-            found.append(function(x, y, at))
+        for *given, _ in tqdm(mine, progress, disable=not progress):
+            found.append(function(*(tensor.to(ranks.device, non_blocking=True).long() for tensor in given)))
         sums = torch.zeros(len(self.lengths), dtype=torch.float64)
         for values, (*_, pairs) in zip(found, mine):
             sums.index_add_(0, pairs, values[: len(pairs)].cpu().double())

@@ -114,7 +114,7 @@ def test_ranks_divide_the_batches():
 def rows_of(task, seq_len):
     """{pair: (inputs, targets, -1 where none)}, as the model gets them."""
     found = {}
-    for x, at, y, pairs in task.rows.batches:
+    for x, y, at, pairs in task.rows.batches:
         assert x.size(1) <= seq_len and (y[len(pairs) :] == -1).all()
         for place, target, pair in zip(at.tolist(), y.tolist(), pairs.tolist()):
             row, column = divmod(place, x.size(1))

@@ -180,8 +180,9 @@ def test_under_autocast_they_work_in_16_bits(calls, dtype):
 def test_the_compiler_knows_what_they_return():
     """Shapes, types and strides of the operations' stand-ins, and that nothing returned is an input."""
     targets = torch.arange(6, device=DEVICE)
-    for dtype, requires_grad in itertools.product((torch.float32, torch.bfloat16), (False, True)):  # of the weights
-        x, weight = normal(6, 16).bfloat16(), normal(32, 16, dtype=dtype)
+    dtypes = (torch.float32, torch.bfloat16)
+    for dtype, weights_dtype, requires_grad in itertools.product(dtypes, dtypes, (False, True)):
+        x, weight = normal(6, 16, dtype=dtype), normal(32, 16, dtype=weights_dtype)
         x, weight = x.requires_grad_(requires_grad), weight.requires_grad_(requires_grad)
         checks = ("test_schema", "test_faketensor", "test_autograd_registration")
         torch.library.opcheck(kernels.head_loss, (x, weight, targets, 30, 2), test_utils=checks)
