@@ -229,6 +229,12 @@ class RunLog:
 
     def _lose_wandb(self, error, mode="run"):
         self.wandb = None
+        gone = (ConnectionResetError, BrokenPipeError)
+        if isinstance(error, gone):  # its process, which it would say again, in 30 lines, when Python ends
+            import wandb
+
+            with contextlib.suppress(*gone):
+                wandb.teardown()
         print(
             f"wandb {mode} failed ({type(error).__name__}: {error}); training goes on, all metrics are in {self.folder}"
         )

@@ -151,6 +151,15 @@ def test_an_output_that_goes_away_is_not_missed():
         assert (done.returncode, done.stderr) == (0, b"end")
 
 
+def test_a_wandb_that_dies_is_not_missed(tmp_path, corpus):
+    process = start(tmp_path, "alone", "--wandb", "offline", steps=40)
+    for child in children(process):
+        os.kill(child, signal.SIGKILL)
+    output, errors = process.communicate(timeout=60)
+    assert process.returncode == 0 and "Traceback" not in errors
+    assert output.count("wandb run failed") == 1 and (tmp_path / "log" / "alone" / "checkpoint_000040").exists()
+
+
 def test_ctrl_c_that_also_ends_who_reads_the_output(tmp_path, corpus):
     """As in `train_gpt2.py 2>&1 | tee out.txt`: all is saved."""
     read, write = os.pipe()
