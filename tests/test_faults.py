@@ -151,8 +151,9 @@ def test_an_output_that_goes_away_is_not_missed():
         assert (done.returncode, done.stderr) == (0, b"end")
 
 
-def test_a_wandb_that_dies_is_not_missed(tmp_path, corpus):
+def test_a_wandb_that_dies_is_not_missed(tmp_path, corpus, monkeypatch):
     """It is said once, and training goes on: until it is asked to stop."""
+    monkeypatch.delenv("WANDB_SERVICE", raising=False)  # the process of another test's wandb, which it would share
     process = start(tmp_path, "alone", "--wandb", "offline")
     for child in children(process):
         os.kill(child, signal.SIGKILL)
