@@ -100,7 +100,8 @@ class Config:
     fused_loss: bool = True
     """The head, the cross-entropy and their gradients for a part of the batch at a time, by a Triton kernel."""
     fused_gelu: bool = True
-    """GELU with its bias, and with the bias's gradient, by a Triton kernel."""
+    """The MLP by cuBLASLt: GELU and its gradient within the products, and these in the algorithm measured to be
+    fastest."""
     packed_attention: bool = True
     """Flash attention through cuDNN's front end, which leaves the gradients of q, k and v side by side."""
     fp8: bool = False

@@ -6,6 +6,7 @@ import shutil
 
 import torch
 
+import products
 from cli import UserError, first_line
 from parallel import row_length
 from tokenizer import VOCAB_SIZE
@@ -77,6 +78,10 @@ def missing_for(name, config, device):
         return "it goes with --autocast bf16"
     if name == "fp8" and config.parallel != "ddp":
         return "it goes with --parallel ddp"
+    if name == "fused_gelu":
+        if config.autocast == "off" or generation < (8, 0):
+            return "it goes with --autocast, on Ampere or newer"
+        return None if products.library() else "PyTorch has no cuBLASLt here"
     if missing := missing_compiler(device):
         return f"Triton needs {missing}, and this machine has none"
     return import_error("kernels", "triton")

@@ -15,6 +15,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 import kernels
+import products
 
 LARGEST = torch.finfo(torch.float8_e4m3fn).max
 MARGIN = 2.0  # room above the largest value of the step before; what is larger still becomes the largest there is
@@ -24,7 +25,11 @@ FIRST_GRADIENT = 8.0  # and the largest gradient, if the loss were a sum over th
 
 def product(a, b, scale_a, scale_b, dtype, bias=None, fast=False):
     """a bᵀ for a (N, K) and b (M, K). fast adds up in fewer bits: good enough in forward, not over many tokens."""
-    return torch._scaled_mm(a, b.t(), scale_a=scale_a, scale_b=scale_b, bias=bias, out_dtype=dtype, use_fast_accum=fast)
+    out = torch.empty(len(a), len(b), dtype=dtype, device=a.device)
+    scales = dict(scale_a=scale_a, scale_b=scale_b, bias=bias)
+    if products.launch(a, b.t(), out, fast=fast, **scales):
+        return out
+    return torch._scaled_mm(a, b.t(), **scales, out_dtype=dtype, use_fast_accum=fast)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

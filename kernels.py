@@ -8,6 +8,8 @@ import torch
 import triton
 import triton.language as tl
 
+import products
+
 IGNORED = tl.constexpr(-1)  # a target that has no loss
 ROWS_OF_LOGITS = 4096  # that exist at a time: 0.4 GB in 16 bits
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)  # on a CPU, for tests
@@ -84,9 +86,9 @@ def head_loss(
     weight_gradient = torch.zeros_like(weight, dtype=torch.float32)
     loss = torch.zeros((), dtype=torch.float32, device=x.device)
     for rows, part, gradient in zip(x.chunk(chunks), targets.chunk(chunks), x_gradient.chunk(chunks)):
-        logits = rows @ cast.t()  # (N / chunks, V_padded)
+        logits = products.product(rows, cast.t())  # (N / chunks, V_padded)
         loss += cross_entropy_(logits, part, vocab_size).sum()
-        torch.mm(logits, cast, out=gradient)
+        products.product(logits, cast, out=gradient)
         add_product_(weight_gradient, logits, rows)
     return loss, x_gradient, weight_gradient.to(weight.dtype)
 
@@ -128,7 +130,7 @@ def add_product_(out, a, b):
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# The MLP: add the bias, GELU
+# For products in 8 bits: casts, and GELU with its bias
 
 
 @triton.jit
@@ -144,32 +146,30 @@ def load_four(source, four, column, N, C):
 
 
 @triton.jit
-def store_four(a, b, c, d, out, out_t, scale, peak, four, column, N, fours, C, FLOAT8: tl.constexpr):
-    """The same rows, back to a matrix (N, C). With FLOAT8 divided by scale in 8 bits, and transposed, to out_t (C, N).
+def store_four(a, b, c, d, out, out_t, scale, peak, four, column, N, fours, C):
+    """The same rows divided by scale in 8 bits, to a matrix (N, C) and transposed to out_t (C, N).
 
     float8e4nv reaches 448 and keeps 3 bits after the leading one (Micikevicius et al. 2022, "FP8 Formats for Deep
     Learning"). peak becomes at least the largest |value|. Transposed, four rows' bytes of a column are one word, of
     fours = N / 4 in a row.
     """
-    if FLOAT8:
-        if peak is not None:
-            largest = tl.maximum(tl.maximum(tl.abs(a), tl.abs(b)), tl.maximum(tl.abs(c), tl.abs(d)))
-            tl.atomic_max(peak, tl.max(largest), sem="relaxed")
-        inverse = 1 / tl.load(scale)
-        a = tl.clamp(a * inverse, -448.0, 448.0)
-        b = tl.clamp(b * inverse, -448.0, 448.0)
-        c = tl.clamp(c * inverse, -448.0, 448.0)
-        d = tl.clamp(d * inverse, -448.0, 448.0)
-        words = pack(a, b, c, d)
+    if peak is not None:
+        largest = tl.maximum(tl.maximum(tl.abs(a), tl.abs(b)), tl.maximum(tl.abs(c), tl.abs(d)))
+        tl.atomic_max(peak, tl.max(largest), sem="relaxed")
+    inverse = 1 / tl.load(scale)
+    a = tl.clamp(a * inverse, -448.0, 448.0)
+    b = tl.clamp(b * inverse, -448.0, 448.0)
+    c = tl.clamp(c * inverse, -448.0, 448.0)
+    d = tl.clamp(d * inverse, -448.0, 448.0)
+    words = pack(a, b, c, d)
     at = out + four.to(tl.int64)[:, None] * (4 * C) + column[None, :]
     row, inside = (4 * four)[:, None], (column < C)[None, :]
     tl.store(at, a.to(out.dtype.element_ty), mask=inside & (row < N))
     tl.store(at + C, b.to(out.dtype.element_ty), mask=inside & (row + 1 < N))
     tl.store(at + 2 * C, c.to(out.dtype.element_ty), mask=inside & (row + 2 < N))
     tl.store(at + 3 * C, d.to(out.dtype.element_ty), mask=inside & (row + 3 < N))
-    if FLOAT8:
-        at = out_t + column.to(tl.int64)[:, None] * fours + four[None, :]
-        tl.store(at, words.trans(), mask=(column < C)[:, None] & (four < fours)[None, :])
+    at = out_t + column.to(tl.int64)[:, None] * fours + four[None, :]
+    tl.store(at, words.trans(), mask=(column < C)[:, None] & (four < fours)[None, :])
 
 
 @triton.jit
@@ -208,7 +208,7 @@ def quantize_kernel(
     a, b, c, d = load_four(x, four, column, N, C)
     if SUM:
         tl.store(sums + tl.program_id(0) * C + column, tl.sum((a + b) + (c + d), 0), mask=column < C)
-    store_four(a, b, c, d, out, out_t, scale, peak, four, column, N, fours, C, True)
+    store_four(a, b, c, d, out, out_t, scale, peak, four, column, N, fours, C)
 
 
 def quantize(x, scale, peak=None, column_sums=False, out=None):
@@ -243,9 +243,7 @@ def gelu_and_slope(x):
 
 
 @triton.jit
-def bias_gelu_kernel(
-    h, bias, out, out_t, scale, peak, N, fours, C, FLOAT8: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
-):
+def bias_gelu_kernel(h, bias, out, out_t, scale, peak, N, fours, C, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     """gelu(h + bias), a tile of 4 ROWS × BLOCK, as store_four has it."""
     four = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -255,98 +253,57 @@ def bias_gelu_kernel(
     b, _ = gelu_and_slope(b + shift)
     c, _ = gelu_and_slope(c + shift)
     d, _ = gelu_and_slope(d + shift)
-    store_four(a, b, c, d, out, out_t, scale, peak, four, column, N, fours, C, FLOAT8)
+    store_four(a, b, c, d, out, out_t, scale, peak, four, column, N, fours, C)
 
 
 @triton.jit
 def bias_gelu_backward_kernel(
-    h, bias, out_gradient, gradient, gradient_t, scale, peak, sums, N, fours, C, FLOAT8: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr, STEPS: tl.constexpr,
-):  # fmt: skip
-    """The gradient to h, and this program's part of the bias's: sums (rows of programs, C). STEPS tiles downward."""
+    h, bias, out_gradient, gradient, gradient_t, scale, peak, sums, N, fours, C, ROWS: tl.constexpr, BLOCK: tl.constexpr
+):
+    """The gradient to h, and this tile's part of the bias's: sums (rows of programs, C)."""
+    four = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     shift = tl.load(bias + column, mask=column < C, other=0.0)[None, :]
-    summed = tl.zeros((ROWS, BLOCK), tl.float32)
-    for step in range(STEPS):
-        four = (tl.program_id(0) * STEPS + step) * ROWS + tl.arange(0, ROWS)
-        a, b, c, d = load_four(h, four, column, N, C)
-        da, db, dc, dd = load_four(out_gradient, four, column, N, C)
-        _, slope = gelu_and_slope(a + shift)
-        da *= slope
-        _, slope = gelu_and_slope(b + shift)
-        db *= slope
-        _, slope = gelu_and_slope(c + shift)
-        dc *= slope
-        _, slope = gelu_and_slope(d + shift)
-        dd *= slope
-        summed += (da + db) + (dc + dd)
-        store_four(da, db, dc, dd, gradient, gradient_t, scale, peak, four, column, N, fours, C, FLOAT8)
-    tl.store(sums + tl.program_id(0) * C + column, tl.sum(summed, 0), mask=column < C)
+    a, b, c, d = load_four(h, four, column, N, C)
+    da, db, dc, dd = load_four(out_gradient, four, column, N, C)
+    _, slope = gelu_and_slope(a + shift)
+    da *= slope
+    _, slope = gelu_and_slope(b + shift)
+    db *= slope
+    _, slope = gelu_and_slope(c + shift)
+    dc *= slope
+    _, slope = gelu_and_slope(d + shift)
+    dd *= slope
+    tl.store(sums + tl.program_id(0) * C + column, tl.sum((da + db) + (dc + dd), 0), mask=column < C)
+    store_four(da, db, dc, dd, gradient, gradient_t, scale, peak, four, column, N, fours, C)
 
 
-def gelu(h, bias, scale=None, peak=None):
-    """gelu(h + bias), in its tanh form, as h, or with a scale the pair of quantize. h (N, C), bias (C,)."""
+def gelu(h, bias, scale, peak=None):
+    """gelu(h + bias) / scale, in the tanh form: the pair of quantize. h (N, C), bias (C,)."""
     h = h.contiguous()
     N, C = h.shape
-    rows, block = (1, 1024) if scale is None else (16, 64)
-    out, out_t = (torch.empty_like(h), None) if scale is None else float8_pair(h)
+    rows, block = 16, 64
+    out, out_t = float8_pair(h)
     bias_gelu_kernel[(triton.cdiv(N, 4 * rows), triton.cdiv(C, block))](
-        h, bias, out, words(out_t), scale, peak, N, N // 4, C, FLOAT8=scale is not None, ROWS=rows, BLOCK=block,
-        num_warps=4,
-    )  # fmt: skip
-    return out if scale is None else (out, out_t)
+        h, bias, out, words(out_t), scale, peak, N, N // 4, C, ROWS=rows, BLOCK=block, num_warps=4
+    )
+    return out, out_t
 
 
-def gelu_backward(h, bias, out_gradient, scale=None, peak=None):
-    """The gradients of gelu: to h, as h or with a scale the pair of quantize, and to bias (C,) float32."""
+def gelu_backward(h, bias, out_gradient, scale, peak=None):
+    """The gradients of gelu: to h the pair of quantize, to bias (C,) float32."""
     h, out_gradient = h.contiguous(), out_gradient.contiguous()
     N, C = h.shape
-    rows, block, steps = (1, 512, 8) if scale is None else (16, 64, 1)
-    gradient, gradient_t = (torch.empty_like(h), None) if scale is None else float8_pair(h)
-    sums = torch.empty(triton.cdiv(N, 4 * rows * steps), C, dtype=torch.float32, device=h.device)
+    rows, block = 16, 64
+    gradient, gradient_t = float8_pair(h)
+    sums = torch.empty(triton.cdiv(N, 4 * rows), C, dtype=torch.float32, device=h.device)
     bias_gelu_backward_kernel[(len(sums), triton.cdiv(C, block))](
-        h, bias, out_gradient, gradient, words(gradient_t), scale, peak, sums, N, N // 4, C, FLOAT8=scale is not None,
-        ROWS=rows, BLOCK=block, STEPS=steps, num_warps=4,
+        h, bias, out_gradient, gradient, words(gradient_t), scale, peak, sums, N, N // 4, C, ROWS=rows, BLOCK=block,
+        num_warps=4,
     )  # fmt: skip
-    return (gradient if scale is None else (gradient, gradient_t)), sums.sum(0)
+    return (gradient, gradient_t), sums.sum(0)
 
 
 def words(x):
     """Bytes as 32-bit words, which store_four writes."""
-    return None if x is None else x.view(torch.int32)
-
-
-@torch.library.custom_op("gpt2::bias_gelu", mutates_args=())
-def bias_gelu(h: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-    """gelu(h + bias) in its tanh form, differentiable. h (..., C), bias (C,)."""
-    return gelu(h.flatten(0, -2), bias).view_as(h)
-
-
-@bias_gelu.register_fake
-def _(h, bias):
-    return h.new_empty(h.shape)
-
-
-@torch.library.custom_op("gpt2::bias_gelu_backward", mutates_args=())
-def bias_gelu_backward(
-    h: torch.Tensor, bias: torch.Tensor, out_gradient: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The gradients to h and bias."""
-    gradient, bias_gradient = gelu_backward(h.flatten(0, -2), bias, out_gradient.flatten(0, -2))
-    return gradient.view_as(h), bias_gradient.to(bias.dtype)
-
-
-@bias_gelu_backward.register_fake
-def _(h, bias, out_gradient):
-    return h.new_empty(h.shape), torch.empty_like(bias)
-
-
-def keep_inputs(ctx, inputs, output):
-    ctx.save_for_backward(*inputs)
-
-
-def bias_gelu_gradients(ctx, out_gradient):
-    return bias_gelu_backward(*ctx.saved_tensors, out_gradient)
-
-
-bias_gelu.register_autograd(bias_gelu_gradients, setup_context=keep_inputs)
+    return x.view(torch.int32)

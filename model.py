@@ -13,6 +13,8 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
+import products
+
 try:
     import kernels
 except ImportError:  # no Triton here; the plain path computes the same
@@ -36,8 +38,8 @@ class GPTConfig:
     flash: bool = True  # F.scaled_dot_product_attention; else attention written out
     pad_vocab: bool = True  # embedding table rounded up to a multiple of 128 rows
     bf16_residual: bool = False  # the sum that runs through all blocks in bf16; for use under autocast to bf16
-    fused_loss: bool = False  # these two take Triton kernels, on a GPU
-    fused_gelu: bool = False
+    fused_loss: bool = False  # by Triton kernels, on a GPU
+    fused_gelu: bool = False  # by cuBLASLt
     packed_attention: bool = False  # flash attention through cuDNN's front end; for use under autocast
 
     @property
@@ -91,16 +93,15 @@ class MLP(nn.Module):
     def __init__(self, config):
         super().__init__()
         self.fused_gelu = config.fused_gelu
+        self.keep_gelu = True  # GELU's output, for backward
         self.c_fc = nn.Linear(config.n_embd, 4 * config.n_embd)
         self.c_proj = nn.Linear(4 * config.n_embd, config.n_embd)
 
     def forward(self, x):
-        # fused_gelu: backward sums the bias's gradient in the same pass over (B, T, 4C) that makes GELU's
+        # fused_gelu: the same, with GELU and its gradient computed by the products before they write (B, T, 4C)
         if self.fused_gelu:
-            h = kernels.bias_gelu(F.linear(x, self.c_fc.weight), self.c_fc.bias)
-        else:
-            h = F.gelu(self.c_fc(x), approximate="tanh")
-        return self.c_proj(h)
+            return products.fused_mlp(x, self.c_fc, self.c_proj, self.keep_gelu)
+        return self.c_proj(F.gelu(self.c_fc(x), approximate="tanh"))
 
 
 class Block(nn.Module):

@@ -241,6 +241,7 @@ EXPENSIVE = {
     "aten::_scaled_dot_product_efficient_attention",
     "aten::_scaled_dot_product_flash_attention_for_cpu",
     "gpt2::packed_attention",
+    "gpt2::mlp",
     "gpt2::fp8_linear",
     "gpt2::fp8_mlp",
 }
@@ -258,4 +259,5 @@ def checkpoint_activations(model, how):
     if how == "selective":
         options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, keep_expensive)
     for block in model.transformer.h if how != "off" else ():
+        block.mlp.keep_gelu = how == "full"
         block.forward = functools.partial(recompute, block.forward, **options)

@@ -73,7 +73,7 @@ def make_table(kinds, seconds, steps, roof, work):
     """
     table = {kind: dict(ms=1000 * s / steps, share=s / seconds) for kind, s in kinds.most_common()}
     for kind, (flops, moved) in work.items() if roof else ():
-        if kind in table:
+        if kind in table and moved:
             reached, intensity = flops / table[kind]["ms"] * 1000, flops / moved
             of_roof = reached / min(roof[0], intensity * roof[1])
             table[kind] |= dict(flop_per_byte=intensity, tflops=reached / 1e12, of_roof=of_roof)
@@ -197,8 +197,8 @@ def work(c, T, tokens):
             20 * tokens * C * norms,
             (5 * stream + 3 * e + (e if stream > e else 0)) * tokens * C * norms,
         ),
-        # GELU: in and out; in and gradient in, gradient out
-        "element-wise": (20 * tokens * 4 * C * L, 5 * e * tokens * 4 * C * L),
+        # GELU: in and out; in and gradient in, gradient out. With fused_gelu it is a part of the products
+        "element-wise": (0, 0) if c.fused_gelu else (20 * tokens * 4 * C * L, 5 * e * tokens * 4 * C * L),
         # clipping reads the gradient; AdamW reads weight, gradient and two moments, and writes all but the gradient
         "optimizer": (16 * weights, 32 * weights),
     }

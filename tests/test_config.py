@@ -8,6 +8,7 @@ from conftest import ROOT, expect_error
 
 import config as config_module
 import device as device_module
+import products
 from cli import UserError, parse
 from config import DEMO, Config, defaults, flags, resolve
 from model import GPTConfig
@@ -163,11 +164,15 @@ def test_flags_parse_into_the_config_they_came_from(config, monkeypatch):
         (
             (9, 0),
             dict(autocast="off"),
-            dict(packed_attention="goes with --flash and --autocast", fp8="--autocast bf16"),
+            dict(fused_gelu="goes with --autocast", packed_attention="--flash and --autocast", fp8="--autocast bf16"),
         ),
         ((9, 0), dict(flash=False), dict(packed_attention="goes with --flash and --autocast")),
         ((8, 0), dict(), dict(fp8="A GPU is older than Hopper")),
-        ((7, 5), dict(), dict(packed_attention="A GPU is older than Ampere", fp8="A GPU is older than Hopper")),
+        (
+            (7, 5),
+            dict(),
+            dict(fused_gelu="on Ampere or newer", packed_attention="older than Ampere", fp8="older than Hopper"),
+        ),
     ],
 )
 def test_kernels_are_for_gpus_that_have_them(monkeypatch, generation, flags, off):
@@ -176,6 +181,7 @@ def test_kernels_are_for_gpus_that_have_them(monkeypatch, generation, flags, off
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "A GPU")
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (100 * 2**30, 0))
     monkeypatch.setattr(device_module, "missing_compiler", lambda device: None)
+    monkeypatch.setattr(products, "library", lambda: "cuBLASLt")
     monkeypatch.setattr(device_module, "import_error", lambda module, package: None)
     monkeypatch.setattr(config_module, "fit_attention", lambda config, device, reasons: None)
     config, why = resolved(device="cuda", fp8=True, **flags)
@@ -185,6 +191,7 @@ def test_kernels_are_for_gpus_that_have_them(monkeypatch, generation, flags, off
         with pytest.raises(UserError, match="--fp8 needs multiples of 16"):
             resolved(device="cuda", fp8=True, seq_len=8, micro_batch_size=1, total_batch_size=8, **flags)
     monkeypatch.setattr(device_module, "import_error", lambda module, package: f"no {module} (pip install {package})")
+    monkeypatch.setattr(products, "library", lambda: None)
     config, why = resolved(device="cuda", fp8=True, **flags)
     assert not any(getattr(config, name) for name in kernels)
     assert "pip install triton" in why and (generation < (8, 0) or flags or "install nvidia-cudnn-frontend" in why)

@@ -15,7 +15,6 @@ kernels = pytest.importorskip("kernels", reason="needs Triton")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 KINDS = [(torch.float32, 2e-5), (torch.bfloat16, 2e-2)]  # the interpreter truncates to bfloat16
 SCALE = torch.tensor(0.5, device=DEVICE)
-FUSED = ("fused_loss", "fused_gelu")
 
 
 def normal(*shape, dtype=torch.float32):
@@ -34,14 +33,6 @@ def check(ours, reference, inputs, tolerance):
         results.append([*(y.detach().double() for y in outputs), *(x.grad.double() for x in leaves)])
     for one, other in zip(*results):
         torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance * other.abs().max().item())
-
-
-@pytest.mark.parametrize("dtype, tolerance", KINDS)
-@pytest.mark.parametrize("shape", [(131, 300), (2, 3, 5), (1, 1024)])
-def test_bias_gelu(shape, dtype, tolerance):
-    inputs = [2 * normal(*shape, dtype=dtype), normal(shape[-1])]
-    reference = lambda h, bias: (F.gelu(h + bias, approximate="tanh"),)  # noqa: E731
-    check(lambda *given: (kernels.bias_gelu(*given),), reference, inputs, tolerance)
 
 
 @pytest.mark.parametrize("V, table", [(301, 384), (301, 301), (256, 256), (50257, 50304), (50257, 50257)])
@@ -141,40 +132,37 @@ def model(**options):
 
 @pytest.fixture
 def calls(monkeypatch):
-    """The types and rows of what the kernels got: {"cross_entropy_" or "gelu": [(dtype, rows), ...]}."""
-    seen = dict(cross_entropy_=[], gelu=[])
+    """The types and rows of what cross_entropy_ got: [(dtype, rows), ...]."""
+    seen = []
 
-    def spy(name, real, x, *rest):
-        seen[name].append((x.dtype, len(x)))
+    def spy(real, x, *rest):
+        seen.append((x.dtype, len(x)))
         return real(x, *rest)
 
-    for name in seen:
-        monkeypatch.setattr(kernels, name, partial(spy, name, getattr(kernels, name)))
+    monkeypatch.setattr(kernels, "cross_entropy_", partial(spy, kernels.cross_entropy_))
     return seen
 
 
-@pytest.mark.parametrize("on", [*((name,) for name in FUSED), FUSED])
-def test_the_model_is_the_same(on, calls, monkeypatch):
+def test_the_model_is_the_same(calls, monkeypatch):
     monkeypatch.setattr(kernels, "ROWS_OF_LOGITS", 30)
     x, y = (tensor.to(DEVICE) for tensor in batch())
     y[0, :5] = -1
-    plain, fused = (loss_and_gradients(model(**dict.fromkeys(names, True)), x, y) for names in ((), on))
+    plain, fused = (loss_and_gradients(model(fused_loss=fused), x, y) for fused in (False, True))
     assert fused[0] == pytest.approx(plain[0], rel=1e-5)
     for name, gradient in plain[1].items():
         torch.testing.assert_close(fused[1][name], gradient, rtol=1e-3, atol=1e-5, msg=name)
-    assert [rows for _, rows in calls["cross_entropy_"]] == ([24, 24, 24] if "fused_loss" in on else [])
-    assert len(calls["gelu"]) == (SIZES["n_layer"] if "fused_gelu" in on else 0)
+    assert [rows for _, rows in calls] == [24, 24, 24]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_under_autocast_they_work_in_16_bits(calls, dtype):
     x, y = (tensor.to(DEVICE) for tensor in batch())
     losses = []
-    for names in ((), FUSED):
+    for fused in (False, True):
         with torch.autocast(DEVICE, dtype):
-            losses.append(loss_and_gradients(model(**dict.fromkeys(names, True)), x, y)[0])
+            losses.append(loss_and_gradients(model(fused_loss=fused), x, y)[0])
     assert losses[1] == pytest.approx(losses[0], rel=3e-3)
-    assert {kind for kind, _ in calls["cross_entropy_"] + calls["gelu"]} == {dtype}
+    assert {kind for kind, _ in calls} == {dtype}
 
 
 def test_the_compiler_knows_what_they_return():
@@ -186,14 +174,9 @@ def test_the_compiler_knows_what_they_return():
         x, weight = x.requires_grad_(requires_grad), weight.requires_grad_(requires_grad)
         checks = ("test_schema", "test_faketensor", "test_autograd_registration")
         torch.library.opcheck(kernels.head_loss, (x, weight, targets, 30, 2), test_utils=checks)
-        torch.library.opcheck(kernels.bias_gelu, (x, weight[0]), test_utils=checks)
-        torch.library.opcheck(kernels.bias_gelu_backward, (x, weight[0], x), test_utils=checks)
 
 
 def test_what_is_not_contiguous():
-    wide, bias = normal(4, 6, 32), normal(16)
-    expected = F.gelu(wide[..., :16] + bias, approximate="tanh")
-    torch.testing.assert_close(kernels.bias_gelu(wide[..., :16], bias), expected, rtol=1e-4, atol=1e-5)
     x, weight, targets = normal(4, 1, 16), normal(32, 16), torch.randint(30, (4, 9), device=DEVICE)[:, 5:6]
     logits = (x @ weight.t())[..., :30].flatten(0, 1)
     assert kernels.mean_loss(x, weight, targets, 30).item() == pytest.approx(
@@ -203,13 +186,13 @@ def test_what_is_not_contiguous():
 
 def test_results_repeat():
     x, y = (tensor.to(DEVICE) for tensor in batch())
-    one, two = (loss_and_gradients(model(**dict.fromkeys(FUSED, True)), x, y) for _ in range(2))
+    one, two = (loss_and_gradients(model(fused_loss=True), x, y) for _ in range(2))
     assert one[0] == two[0] and all(torch.equal(one[1][name], two[1][name]) for name in one[1])
 
 
 def test_evaluation_and_generation_agree_with_the_plain_model():
     x, y = (tensor.to(DEVICE) for tensor in batch())
-    plain, fused = model(), model(**dict.fromkeys(FUSED, True))
+    plain, fused = model(), model(fused_loss=True)
     with torch.no_grad():
         torch.testing.assert_close(fused(x, y, reduction="none"), plain(x, y, reduction="none"))
         torch.testing.assert_close(fused.eval()(x), plain.eval()(x))

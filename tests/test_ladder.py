@@ -13,6 +13,7 @@ from conftest import ROOT, TINY, expect_error, metrics
 import device as device_module
 import ladder
 import measure
+import products
 from cli import UserError
 from config import DEMO, SETTLING_STEPS, Config, defaults
 
@@ -269,6 +270,7 @@ def gpus(monkeypatch):
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
         monkeypatch.setattr(device_module, "missing_compiler", lambda device: None)
         monkeypatch.setattr(device_module, "import_error", lambda module, package: None)
+        monkeypatch.setattr(products, "library", lambda: "cuBLASLt")
 
     return pretend
 

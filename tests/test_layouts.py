@@ -147,3 +147,22 @@ def test_what_activation_checkpointing_computes_again(flash):
     }
     # of each block's four products not the last, of which nothing is kept for backward
     assert again == dict(full=[6, 2 if flash else 4, 2], selective=[0, 0, 2])
+
+
+def test_selective_keeps_the_fused_mlp_but_not_what_gelu_gave():
+    x, y = torch.randint(301, (2, 2, 32))
+    gradients, counts, kept = {}, {}, {}
+    for how in ("off", "full", "selective"):
+        torch.manual_seed(0)
+        model = GPT(GPTConfig(seq_len=32, vocab_size=301, n_layer=2, n_head=2, n_embd=32, fused_gelu=True))
+        parallel.checkpoint_activations(model, how)
+        loss = model(x, y)
+        with Count() as counter:
+            loss.backward()
+        counts[how] = counter.counts.get("gpt2::mlp", 0)
+        gradients[how] = [parameter.grad for parameter in model.parameters()]
+        kept[how] = model.transformer.h[0].mlp.keep_gelu
+    assert counts == dict(off=0, full=2, selective=0) and kept == dict(off=True, full=True, selective=False)
+    for how in ("full", "selective"):
+        for gradient, expected in zip(gradients[how], gradients["off"]):
+            assert torch.equal(gradient, expected)
