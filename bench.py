@@ -14,6 +14,7 @@ import torch
 from tqdm import trange
 
 import parallel
+import products
 from cli import UserError, parse, run
 from config import MODEL_SWITCHES, SETTLING_STEPS, Config, check_given, defaults, resolve
 from device import be_deterministic
@@ -48,6 +49,7 @@ def main():
         raise UserError("bench.py does not scale gradients: use --autocast off")
     device, B, T = ranks.device, config.micro_batch_size, config.seq_len
     torch.set_float32_matmul_precision("high" if config.tf32 else "highest")
+    products.autotune = config.autotune
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=config.autocast != "off")
     torch.manual_seed(config.seed)
     sizes = dict(n_layer=config.n_layer, n_head=config.n_head, n_embd=config.n_embd)

@@ -100,10 +100,12 @@ class Config:
     fused_loss: bool = True
     """The head, the cross-entropy and their gradients for a part of the batch at a time, by a Triton kernel."""
     fused_gelu: bool = True
-    """The MLP by cuBLASLt: GELU and its gradient within the products, and these in the algorithm measured to be
-    fastest."""
+    """GELU and its gradient within the MLP's products, by cuBLASLt."""
     packed_attention: bool = True
     """Flash attention through cuDNN's front end, which leaves the gradients of q, k and v side by side."""
+    autotune: bool = True
+    """Time cuBLASLt's algorithms in the first step, for the products of fused_loss, fused_gelu and fp8, and take the
+    fastest of those that give the same bits."""
     fp8: bool = False
     """The blocks' products in 8-bit floating point, for Hopper and newer. The loss then differs by more than rounding
     does in bf16."""
@@ -160,7 +162,7 @@ class Config:
     rungs: str = "all"
     """The ladder's rungs, with commas, in the order to climb; a+b is one rung that turns on both. What isn't named
     stays off. They are tf32, bf16, compile, flash, pad_vocab, fused_adamw, recipe, accumulation, micro_batch,
-    bf16_residual, fused_loss, fused_gelu, packed_attention, fp8 (among all only with --fp8), ddp."""
+    bf16_residual, fused_loss, fused_gelu, packed_attention, autotune, fp8 (among all only with --fp8), ddp."""
     ladder_steps: int = 20
     """Steps measured on each rung, and in each cell of a sweep, after a few that warm up. They take the place of
     max_steps, and there are no evaluations and no checkpoints."""

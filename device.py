@@ -27,7 +27,7 @@ def fit_device(config, device, reasons):
     if config.bf16_residual and device.type == "cpu":
         config.bf16_residual = False
         reasons.append("bf16_residual is off: it is for GPUs, a CPU's LayerNorm and additions are faster in float32")
-    for name in ("fused_loss", "fused_gelu", "packed_attention", "fp8"):
+    for name in ("fused_loss", "fused_gelu", "packed_attention", "fp8", "autotune"):
         if getattr(config, name) and (reason := missing_for(name, config, device)):
             setattr(config, name, False)
             reasons.append(f"{name} is off: {reason}")
@@ -78,7 +78,9 @@ def missing_for(name, config, device):
         return "it goes with --autocast bf16"
     if name == "fp8" and config.parallel != "ddp":
         return "it goes with --parallel ddp"
-    if name == "fused_gelu":
+    if name == "autotune" and not (config.fused_loss or config.fused_gelu or config.fp8):
+        return "it goes with --fused_loss, --fused_gelu or --fp8"
+    if name in ("fused_gelu", "autotune"):
         if config.autocast == "off" or generation < (8, 0):
             return "it goes with --autocast, on Ampere or newer"
         return None if products.library() else "PyTorch has no cuBLASLt here"

@@ -1,7 +1,7 @@
 """Triton kernels for what PyTorch's compiler does in more passes over memory than it needs.
 
-Each is an operation of its own that torch.compile leaves whole, with its gradients. Computation is in float32 whatever
-the tensors are; their sums are in float32 and in a fixed order, so they repeat bit by bit.
+torch.compile leaves them whole. Computation is in float32 whatever the tensors are; sums are in float32 and in a fixed
+order, so they repeat bit by bit.
 """
 
 import torch

@@ -51,6 +51,7 @@ RUNGS = {
     "fused_loss": ("fused_loss", dict(fused_loss=False)),
     "fused_gelu": ("fused_gelu", dict(fused_gelu=False)),
     "packed_attention": ("packed_attention", dict(packed_attention=False)),
+    "autotune": ("autotune", dict(autotune=False)),
     "fp8": ("fp8", dict(fp8=False)),
     "ddp": ("DDP × {world_size}", {}),
 }

@@ -1,8 +1,8 @@
-"""Matrix products by cuBLASLt: with GELU at their end, and in the algorithm that a measurement finds fastest.
+"""Matrix products by cuBLASLt: with GELU at their end, and with autotune in the fastest algorithm.
 
-torch.mm takes the algorithm that cuBLAS guesses to be best from the sizes. Here the first call with new sizes runs all
-that it names, on the tensors at hand, and keeps the fastest of those that give the same bits as its guess: what was
-measured changes no result. Where cuBLASLt is missing or has none, PyTorch's own operations compute the same.
+torch.mm takes the algorithm that cuBLAS guesses to be best from the sizes. With autotune the first call with new sizes
+times all that it names, on the tensors at hand, and keeps the fastest of those that give the same bits as its guess.
+Where cuBLASLt is missing or cannot, PyTorch's own operations compute the same.
 
 Documentation: https://docs.nvidia.com/cuda/cublas/#using-the-cublaslt-api
 """
@@ -25,7 +25,11 @@ MAX_WORKSPACE = 1
 
 ALGORITHMS = 16  # to ask for
 WORKSPACE_BYTES = 32 << 20
-ROUNDS = 5  # of timing them
+
+autotune = False
+ROUNDS = 5  # of timing
+# Another order of summing changes one number in thousands. Fewer than these might not show it, and they take no time
+MIN_NUMBERS = 1 << 20
 
 
 class Algorithm(ctypes.Structure):
@@ -69,6 +73,13 @@ def handle(device):
         return create("")
 
 
+@functools.cache
+def preference():
+    made = create("MatmulPreference")
+    put("MatmulPreference", made, MAX_WORKSPACE, c_uint64(WORKSPACE_BYTES))
+    return made
+
+
 def layout(x):
     """A matrix one of whose strides is 1, as cuBLAS has them: columns first."""
     rows, columns, stride = (*x.shape[::-1], x.stride(0)) if x.stride(1) == 1 else (*x.shape, x.stride(1))
@@ -86,8 +97,11 @@ class Plan:
         self.put(TRANSPOSE_A, c_int32(b.stride(1) != 1))
         self.put(TRANSPOSE_B, c_int32(a.stride(1) != 1))
         self.put(FAST_ACCUMULATION, c_int8(fast))
-        self.point(*addresses)
-        self.algorithm = self.fastest(a, b, out)
+        bias, *others = addresses
+        if bias is not None:  # at first it is 0, which would not show how it is added
+            bias = torch.linspace(-1, 1, len(bias), dtype=bias.dtype, device=bias.device)
+        self.point(bias, *others)
+        self.algorithm = self.choose(a, b, out)
 
     def put(self, attribute, value):
         put("MatmulDesc", self.description, attribute, value)
@@ -106,14 +120,12 @@ class Plan:
 
     def algorithms(self, device):
         """Those that cuBLASLt names, its guess first, and those that it names without the bias but can add it too."""
-        preference = create("MatmulPreference")
-        put("MatmulPreference", preference, MAX_WORKSPACE, c_uint64(WORKSPACE_BYTES))
         named = []
-        for epilogue in (self.epilogue & ~ADD_BIAS or NOTHING, self.epilogue):
+        for epilogue in dict.fromkeys((self.epilogue & ~ADD_BIAS or NOTHING, self.epilogue)):
             self.put(EPILOGUE, c_uint32(epilogue))
             found, number = (Algorithm * ALGORITHMS)(), c_int()
             library().cublasLtMatmulAlgoGetHeuristic(
-                handle(device), self.description, *self.layouts, preference, c_int(ALGORITHMS), found, byref(number)
+                handle(device), self.description, *self.layouts, preference(), c_int(ALGORITHMS), found, byref(number)
             )
             named = found[: number.value] + named
         possible = {}
@@ -125,16 +137,14 @@ class Plan:
                 possible.setdefault(bytes(each.algorithm), each)
         return list(possible.values())
 
-    def fastest(self, a, b, out):
-        """The fastest of the algorithms that give the same bits as the first; None if there are none."""
-        same = []
-        for algorithm in self.algorithms(out.device):
-            if self.run(algorithm, a, b, out):
-                continue
-            if not same:
-                expected = out.clone()
-            if not same or torch.equal(out.view(torch.uint8), expected.view(torch.uint8)):
-                same.append(algorithm)
+    def choose(self, a, b, out):
+        """The first algorithm that can, or with autotune the fastest that gives the same bits; None if none can."""
+        able = (algorithm for algorithm in self.algorithms(out.device) if not self.run(algorithm, a, b, out))
+        first = next(able, None)
+        if first is None or not autotune or out.numel() < MIN_NUMBERS or not out.isfinite().all():
+            return first
+        expected = out.clone()
+        same = [first, *(algorithm for algorithm in able if torch.equal(out, expected))]
         events = []
         for algorithm in same * ROUNDS:
             events.append([torch.cuda.Event(enable_timing=True) for _ in range(2)])
@@ -144,7 +154,7 @@ class Plan:
         torch.cuda.synchronize(out.device)
         times = [start.elapsed_time(end) for start, end in events]
         medians = [statistics.median(times[i :: len(same)]) for i in range(len(same))]
-        return same[medians.index(min(medians))] if same else None
+        return same[medians.index(min(medians))]
 
     def run(self, algorithm, a, b, out):
         """Start it. Returns cuBLAS's status, 0 if all is well."""
@@ -164,12 +174,15 @@ plans = {}
 
 
 def launch(a, b, out, gelu=0, bias=None, aux=None, scale_a=None, scale_b=None, fast=False):
-    """out = a b + bias, then GELU or GELU_BACKWARD; or nothing, and False, where cuBLASLt does not have it.
+    """out = a b + bias, then GELU or GELU_BACKWARD with aux; or nothing, and False, where cuBLASLt does not have it.
 
-    a (N, K) and b (K, M) in 16 bits, or in 8 with a scale each, when fast adds up in fewer; one of their strides is 1.
+    a (N, K) and b (K, M), one of each one's strides 1, in 16 bits, or in 8 with a scale each: fast sums those in fewer
+    bits. bias (M,) and aux (N, M) in 16 bits. out (N, M), row by row.
     """
-    aligned = all(x.data_ptr() % 256 == 0 for x in (a, b, out))
-    if not a.is_cuda or a.dtype == torch.float32 or not aligned or library() is None:
+    tensors = [x for x in (a, b, out, bias, aux) if x is not None]
+    if not a.is_cuda or any(x.data_ptr() % 256 or x.dtype not in TYPES for x in tensors) or a.dtype == torch.float32:
+        return False
+    if library() is None:
         return False
     epilogue = gelu | (ADD_BIAS if bias is not None else 0) or NOTHING
     addresses = bias, aux, scale_a, scale_b

@@ -172,6 +172,8 @@ def work(c, T, tokens):
     L, C, H, V, e = c.n_layer, c.n_embd, c.n_head, c.vocab_size, 2
     stream = 2 if c.bf16_residual else 4
     products = [(C, 3 * C), (C, C), (C, 4 * C), (4 * C, C)] * L + [(C, V)]  # (in, out) of each linear layer
+    # GELU: in and out; in and gradient in, gradient out. fused_gelu: the products' second output, then third input
+    gelu, in_products = (0, 2) if c.fused_gelu else (5, 0)
     weights = 12 * L * C * C + (V + T) * C
     norms = 2 * L + 1
     # flash: two products forward and five backward, over the half of the T × T scores that is causal (Dao 2023,
@@ -186,7 +188,9 @@ def work(c, T, tokens):
         # forward, the inputs' gradients and the weights': three products of one size each, over the step's activations
         "matrix products": (
             sum(3 * 2 * tokens * n_in * n_out for n_in, n_out in products) + written_out[0],
-            sum(3 * e * tokens * (n_in + n_out) for n_in, n_out in products) + written_out[1],
+            sum(3 * e * tokens * (n_in + n_out) for n_in, n_out in products)
+            + written_out[1]
+            + in_products * e * tokens * 4 * C * L,
         ),
         "attention": attention,
         # the logits: read for the softmax's sum, read again, overwritten by their gradient
@@ -197,8 +201,7 @@ def work(c, T, tokens):
             20 * tokens * C * norms,
             (5 * stream + 3 * e + (e if stream > e else 0)) * tokens * C * norms,
         ),
-        # GELU: in and out; in and gradient in, gradient out. With fused_gelu it is a part of the products
-        "element-wise": (0, 0) if c.fused_gelu else (20 * tokens * 4 * C * L, 5 * e * tokens * 4 * C * L),
+        "element-wise": (20 * tokens * 4 * C * L, gelu * e * tokens * 4 * C * L),
         # clipping reads the gradient; AdamW reads weight, gradient and two moments, and writes all but the gradient
         "optimizer": (16 * weights, 32 * weights),
     }

@@ -21,6 +21,7 @@ import curves
 import demo
 import ladder
 import parallel
+import products
 import profiler
 import resume
 from cli import UserError, parse, run
@@ -68,6 +69,9 @@ def train(config, ranks):
 
     # tf32: float32 products on tensor cores, with 10 bits of mantissa for 23 (autocast leaves none in float32)
     torch.set_float32_matmul_precision("high" if config.tf32 else "highest")
+
+    # autotune: which of cuBLASLt's algorithms multiplies matrices of these sizes is measured, not guessed
+    products.autotune = config.autotune
 
     # autocast: products and attention in 16 bits, twice tf32's rate and half its bytes; weights stay float32
     if config.autocast == "off":

@@ -164,19 +164,29 @@ def test_flags_parse_into_the_config_they_came_from(config, monkeypatch):
         (
             (9, 0),
             dict(autocast="off"),
-            dict(fused_gelu="goes with --autocast", packed_attention="--flash and --autocast", fp8="--autocast bf16"),
+            dict(
+                fused_gelu="goes with --autocast",
+                packed_attention="--flash and --autocast",
+                fp8="--autocast bf16",
+                autotune="goes with --autocast",
+            ),
         ),
         ((9, 0), dict(flash=False), dict(packed_attention="goes with --flash and --autocast")),
         ((8, 0), dict(), dict(fp8="A GPU is older than Hopper")),
         (
             (7, 5),
             dict(),
-            dict(fused_gelu="on Ampere or newer", packed_attention="older than Ampere", fp8="older than Hopper"),
+            dict(
+                fused_gelu="on Ampere or newer",
+                packed_attention="older than Ampere",
+                fp8="older than Hopper",
+                autotune="on Ampere or newer",
+            ),
         ),
     ],
 )
 def test_kernels_are_for_gpus_that_have_them(monkeypatch, generation, flags, off):
-    kernels = ("fused_loss", "fused_gelu", "packed_attention", "fp8")
+    kernels = ("fused_loss", "fused_gelu", "packed_attention", "fp8", "autotune")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: generation)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "A GPU")
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (100 * 2**30, 0))

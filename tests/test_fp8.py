@@ -44,7 +44,7 @@ def test_the_same_model_to_three_bits(fused_loss, monkeypatch):
             assert (found[name] - gradients[name]).norm() < 0.35 * gradients[name].norm(), name
         fp8.follow(small, 1)
         small.zero_grad()
-    assert len(products) == 2 * 12 * SIZES["n_layer"]
+    assert len(products) == 2 * 12 * SIZES["n_layer"] and {x.dtype for x in products} == {torch.float8_e4m3fn}
 
 
 def test_a_step_gone_wrong_leaves_the_scales():

@@ -17,7 +17,7 @@ import products
 from cli import UserError
 from config import DEMO, SETTLING_STEPS, Config, defaults
 
-KERNELS = ("fused_loss", "fused_gelu", "packed_attention")
+KERNELS = ("fused_loss", "fused_gelu", "packed_attention", "autotune")
 NAMES = ("tf32", "compile", "flash", "pad_vocab", "fused_adamw", "bf16_residual", *KERNELS)
 OFF = dict.fromkeys(NAMES, False) | dict(autocast="off")
 
@@ -284,7 +284,7 @@ def test_the_whole_ladder_on_four_gpus(canned, gpus):
         return done(dataclasses.replace(config, micro_batch_size=config.micro_batch_size or 64), 1000.0 * len(seen))
 
     rungs = canned(results, device="auto", compile=True, fp8=True)
-    assert [r["status"] for r in rungs] == ["done"] * 17
+    assert [r["status"] for r in rungs] == ["done"] * 18
     assert [r["rung"] for r in rungs][7:] == [
         "+ GPT-3's recipe",
         "+ 524,288 tokens a step",
@@ -293,6 +293,7 @@ def test_the_whole_ladder_on_four_gpus(canned, gpus):
         "+ fused_loss",
         "+ fused_gelu",
         "+ packed_attention",
+        "+ autotune",
         "+ fp8",
         "+ DDP × 1",  # the stand-in's world_size
         "+ DDP × 1",

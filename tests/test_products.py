@@ -133,21 +133,58 @@ def test_products_either_way_around(dtype, tolerance):
 
 
 @on_a_gpu
+def test_gelu_at_the_end():
+    """The two of the MLP are cuBLASLt's, not PyTorch's."""
+    x, w1, b1, w2, dy = (each.bfloat16() for each in inputs(512, 768, torch.bfloat16))
+    h, out = (torch.empty(512, 3072, device=DEVICE, dtype=torch.bfloat16) for _ in range(2))
+    assert products.launch(x, w1.t(), out, products.GELU, b1, h)
+    expected = x.double() @ w1.double().t() + b1.double()
+    assert error(h, expected) < 3e-3 and error(out, F.gelu(expected, approximate="tanh")) < 3e-3
+    assert products.launch(dy, w2, out, products.GELU_BACKWARD, aux=h)
+    slope = torch.ops.aten.gelu_backward(dy.double() @ w2.double(), h.double(), approximate="tanh")
+    assert error(out, slope) < 3e-3
+
+
+@on_a_gpu
+@pytest.mark.parametrize("fast", [True, False])
+def test_in_8_bits(fast):
+    if torch.cuda.get_device_capability() < (9, 0):
+        pytest.skip("older than Hopper")
+    a, b = (torch.randn(size, 768, device=DEVICE).to(torch.float8_e4m3fn) for size in (512, 256))
+    scales = dict(scale_a=torch.tensor(0.5, device=DEVICE), scale_b=torch.tensor(3.0, device=DEVICE))
+    out = torch.empty(512, 256, device=DEVICE, dtype=torch.bfloat16)
+    assert products.launch(a, b.t(), out, fast=fast, **scales)
+    assert error(out, 1.5 * a.double() @ b.double().t()) < (2e-2 if fast else 3e-3)
+
+
+@on_a_gpu
 def test_what_was_measured_changes_no_bit(monkeypatch):
-    """The fastest algorithm's result is that of the one that cuBLAS would have taken."""
-    monkeypatch.setattr(products, "plans", {})
-    algorithms = products.Plan.algorithms
-    for a, b, out in pairs(torch.bfloat16):
-        h = torch.randn(out.shape, device=DEVICE).bfloat16()
-        for extra in (dict(), dict(bias=h[0].contiguous()), dict(gelu=products.GELU_BACKWARD, aux=h)):
+    """Of the sizes that training has, on other numbers than those of the measurement."""
+    for N, K, M, extra in (
+        (8192, 768, 3072, ("gelu", "bias", "aux")),
+        (8192, 768, 3072, ("gelu_backward", "aux")),
+        (8192, 3072, 768, ()),
+        (4096, 768, 50304, ()),
+    ):
+        out = torch.empty(N, M, device=DEVICE, dtype=torch.bfloat16)
+
+        def launch(seed, N=N, K=K, M=M, extra=extra, out=out):
+            generator = torch.Generator(DEVICE).manual_seed(seed)
+            shapes = (N, K), (M, K), (N, M), (M,)
+            a, b, aux, bias = (torch.randn(s, device=DEVICE, generator=generator).bfloat16() for s in shapes)
+            gelu = products.GELU if "gelu" in extra else products.GELU_BACKWARD if "gelu_backward" in extra else 0
+            given = dict(bias=bias if "bias" in extra else None, aux=aux if "aux" in extra else None)
+            assert products.launch(a, b.t(), out, gelu, **given)
+            return out.clone(), aux
+
+        results = []
+        for tune, seeds in ((True, (1, 2)), (False, (2,))):
             monkeypatch.setattr(products, "plans", {})
-            monkeypatch.setattr(products.Plan, "algorithms", algorithms)
-            assert products.launch(a, b, out, **extra)
-            measured = out.clone()
-            monkeypatch.setattr(products, "plans", {})
-            monkeypatch.setattr(products.Plan, "algorithms", lambda plan, device: algorithms(plan, device)[:1])
-            assert products.launch(a, b, out, **extra)
-            assert torch.equal(out, measured)
+            monkeypatch.setattr(products, "autotune", tune)
+            for seed in seeds:
+                result = launch(seed)
+            results.append(result)
+        assert all(map(torch.equal, *results))
 
 
 @on_a_gpu
