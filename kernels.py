@@ -132,6 +132,8 @@ def add_product_(out, a, b):
 # ----------------------------------------------------------------------------------------------------------------------
 # For products in 8 bits: casts, and GELU with its bias
 
+ROWS, BLOCK = 16, 64  # of a tile: fours of rows, columns
+
 
 @triton.jit
 def load_four(source, four, column, N, C):
@@ -219,12 +221,11 @@ def quantize(x, scale, peak=None, column_sums=False, out=None):
     """
     x = x.contiguous()
     N, C = x.shape
-    rows, block = 16, 64
-    grid = (triton.cdiv(N, 4 * rows), triton.cdiv(C, block))
+    grid = (triton.cdiv(N, 4 * ROWS), triton.cdiv(C, BLOCK))
     x8, x8_t = out or float8_pair(x)
     sums = torch.empty(grid[0], C, dtype=torch.float32, device=x.device) if column_sums else None
     quantize_kernel[grid](
-        x, x8, words(x8_t), scale, peak, sums, N, N // 4, C, SUM=column_sums, ROWS=rows, BLOCK=block, num_warps=4
+        x, x8, words(x8_t), scale, peak, sums, N, N // 4, C, SUM=column_sums, ROWS=ROWS, BLOCK=BLOCK, num_warps=4
     )
     return x8, x8_t, sums.sum(0) if column_sums else None
 
@@ -282,10 +283,9 @@ def gelu(h, bias, scale, peak=None):
     """gelu(h + bias) / scale, in the tanh form: the pair of quantize. h (N, C), bias (C,)."""
     h = h.contiguous()
     N, C = h.shape
-    rows, block = 16, 64
     out, out_t = float8_pair(h)
-    bias_gelu_kernel[(triton.cdiv(N, 4 * rows), triton.cdiv(C, block))](
-        h, bias, out, words(out_t), scale, peak, N, N // 4, C, ROWS=rows, BLOCK=block, num_warps=4
+    bias_gelu_kernel[(triton.cdiv(N, 4 * ROWS), triton.cdiv(C, BLOCK))](
+        h, bias, out, words(out_t), scale, peak, N, N // 4, C, ROWS=ROWS, BLOCK=BLOCK, num_warps=4
     )
     return out, out_t
 
@@ -294,11 +294,10 @@ def gelu_backward(h, bias, out_gradient, scale, peak=None):
     """The gradients of gelu: to h the pair of quantize, to bias (C,) float32."""
     h, out_gradient = h.contiguous(), out_gradient.contiguous()
     N, C = h.shape
-    rows, block = 16, 64
     gradient, gradient_t = float8_pair(h)
-    sums = torch.empty(triton.cdiv(N, 4 * rows), C, dtype=torch.float32, device=h.device)
-    bias_gelu_backward_kernel[(len(sums), triton.cdiv(C, block))](
-        h, bias, out_gradient, gradient, words(gradient_t), scale, peak, sums, N, N // 4, C, ROWS=rows, BLOCK=block,
+    sums = torch.empty(triton.cdiv(N, 4 * ROWS), C, dtype=torch.float32, device=h.device)
+    bias_gelu_backward_kernel[(len(sums), triton.cdiv(C, BLOCK))](
+        h, bias, out_gradient, gradient, words(gradient_t), scale, peak, sums, N, N // 4, C, ROWS=ROWS, BLOCK=BLOCK,
         num_warps=4,
     )  # fmt: skip
     return (gradient, gradient_t), sums.sum(0)

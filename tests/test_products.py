@@ -99,6 +99,20 @@ def test_under_autocast_it_works_in_16_bits(dtype):
     assert gradients[1].dtype == torch.float32 and error(gradients[1], gradients[0].double()) < 3e-2
 
 
+def test_what_is_not_contiguous():
+    fused = model(fused_gelu=True).transformer.h[0].mlp
+    x = torch.randn(5, 3, 2 * SIZES["n_embd"], device=DEVICE)[..., : SIZES["n_embd"]].transpose(0, 1)
+    expected = fused.c_proj(F.gelu(fused.c_fc(x), approximate="tanh"))
+    torch.testing.assert_close(fused(x), expected)
+
+
+def test_results_repeat():
+    x, y = (tensor.to(DEVICE) for tensor in batch())
+    with torch.autocast(DEVICE, torch.bfloat16):
+        one, two = (loss_and_gradients(model(fused_gelu=True), x, y) for _ in range(2))
+    assert one[0] == two[0] and all(torch.equal(one[1][name], two[1][name]) for name in one[1])
+
+
 def test_evaluation_and_generation_agree_with_the_plain_model():
     x, y = (tensor.to(DEVICE) for tensor in batch())
     both = model().eval(), model(fused_gelu=True).eval()
