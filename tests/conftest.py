@@ -23,8 +23,10 @@ from tokenizer import END_OF_TEXT
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # kernels.py then runs on a CPU, in NumPy; to be set before it is imported
 
-# A shell without job control has what it runs in the background ignore Ctrl-C, and so would the trainings here
+# A shell without job control has what it runs in the background ignore Ctrl-C, as nohup has it ignore SIGHUP, and so
+# would the trainings here
 signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 # Most commands run in forks of one process that has imported what they need: seconds less for each
 FORKS = multiprocessing.get_context("forkserver")
