@@ -306,3 +306,99 @@ def gelu_backward(h, bias, out_gradient, scale, peak=None):
 def words(x):
     """Bytes as 32-bit words, which store_four writes."""
     return x.view(torch.int32)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# One token of a few texts, for generation: as fast as memory gives the weights, in five kernels a layer
+
+
+@triton.jit
+def token_linear_kernel(
+    x, weight, bias, scale, shift, added, y, N, K, count, GELU: tl.constexpr, TEXTS: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """ROWS columns of y (count, N) = added + gelu(norm(x) weightᵀ + bias), of which only the product must be there."""
+    text = tl.arange(0, TEXTS)[:, None]
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    sums = tl.zeros((TEXTS, ROWS), tl.float32)
+    for start in range(0, K, BLOCK):
+        column = start + tl.arange(0, BLOCK)[None, :]
+        inside = (row[:, None] < N) & (column < K)
+        w = tl.load(weight + row.to(tl.int64)[:, None] * K + column, mask=inside, other=0.0)
+        each = tl.load(x + text * K + column, mask=(text < count) & (column < K), other=0.0)
+        if scale is not None:  # a block is the whole of x then
+            each = tl.where(column < K, each - tl.sum(each, 1, keep_dims=True) / K, 0.0)
+            each /= tl.sqrt(tl.sum(each * each, 1, keep_dims=True) / K + 1e-5)
+            each *= tl.load(scale + column, mask=column < K, other=0.0)
+            each += tl.load(shift + column, mask=column < K, other=0.0)
+        sums += tl.sum(each[:, None, :] * w[None, :, :], 2)
+    row = row[None, :]
+    inside = (row < N) & (text < count)
+    if bias is not None:
+        sums += tl.load(bias + row, mask=row < N, other=0.0)
+    if GELU:
+        sums, _ = gelu_and_slope(sums)
+    if added is not None:
+        sums += tl.load(added + text * N + row, mask=inside, other=0.0)
+    tl.store(y + text * N + row, sums, mask=inside)
+
+
+def token_linear(x, weight, bias=None, norm=None, gelu=False, added=None):
+    """added + gelu(norm(x) weightᵀ + bias) for x (B, K), weight (N, K), an nn.LayerNorm, added (B, N), all float32.
+
+    Every program reads x whole, for a few rows of weight: for small B.
+    """
+    (B, K), N = x.shape, len(weight)
+    y = x.new_empty(B, N)
+    texts = triton.next_power_of_2(B)
+    rows = max(1, 4 // texts)
+    scale, shift = (norm.weight, norm.bias) if norm else (None, None)
+    token_linear_kernel[(triton.cdiv(N, rows),)](
+        x, weight, bias, scale, shift, added, y, N, K, B, GELU=gelu, TEXTS=texts, ROWS=rows,
+        BLOCK=triton.next_power_of_2(K) if norm else 1024,
+    )  # fmt: skip
+    return y
+
+
+@triton.jit
+def token_attention_kernel(qkv, keys, values, place, y, capacity, H, D, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """A head of a text: its new key and value go to the cache, and its query attends to them and those before."""
+    head = tl.program_id(0)
+    column = tl.arange(0, WIDTH)
+    wide = column < D
+    new = qkv + head // H * (3 * H * D) + head % H * D + column
+    q = tl.load(new, mask=wide, other=0.0) / tl.sqrt(D.to(tl.float32))
+    k = tl.load(new + H * D, mask=wide, other=0.0)
+    v = tl.load(new + 2 * H * D, mask=wide, other=0.0)
+    length = tl.load(place).to(tl.int32)
+    keys += head.to(tl.int64) * capacity * D + column[None, :]
+    values += head.to(tl.int64) * capacity * D + column[None, :]
+    tl.store(keys + length * D, k[None, :], mask=wide[None, :])
+    tl.store(values + length * D, v[None, :], mask=wide[None, :])
+    # the softmax of what has been seen so far: the largest score, the sum of exponentials, and that of values
+    largest, total, out = tl.sum(q * k, 0), 1.0, v
+    for start in range(0, length, BLOCK):
+        row = start + tl.arange(0, BLOCK)[:, None]
+        inside = (row < length) & wide[None, :]
+        scores = tl.sum(q[None, :] * tl.load(keys + row * D, mask=inside, other=0.0), 1, keep_dims=True)
+        scores = tl.where(row < length, scores, float("-inf"))
+        new_largest = tl.maximum(largest, tl.max(scores))
+        scores = tl.exp(scores - new_largest)
+        shrink = tl.exp(largest - new_largest)
+        total = total * shrink + tl.sum(scores)
+        out = out * shrink + tl.sum(scores * tl.load(values + row * D, mask=inside, other=0.0), 0)
+        largest = new_largest
+    tl.store(y + head * D + column, out / total, mask=wide)
+
+
+def token_attention(qkv, keys, values, place):
+    """Attention of one new token a text: qkv (B, 3C) float32; returns (B, C).
+
+    keys and values (B, H, capacity, D) hold those before and take in the new ones, at place (1,) int64, in place.
+    """
+    B, H, capacity, D = keys.shape
+    y = qkv.new_empty(B, H * D)
+    token_attention_kernel[(B * H,)](
+        qkv, keys, values, place, y, capacity, H, D, WIDTH=triton.next_power_of_2(D), BLOCK=128, num_warps=8
+    )
+    return y
