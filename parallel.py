@@ -185,9 +185,15 @@ def wrap_ddp(model, config, ranks):
     """The model with its gradients averaged over ranks in backward. One rank, or a sharded model: the model itself.
 
     gradient_as_bucket_view: gradients live in the communication buckets, which saves a copy of them all.
+    optimize_ddp: torch.compile cuts its graph where a bucket is full, so that averaging begins while backward still
+    runs. On four H200s of a machine the cuts cost 5 ms a step, and averaging without them 2: so they are made where
+    gradients travel between machines.
+    https://docs.pytorch.org/docs/stable/notes/ddp.html
     """
     if ranks.world_size == 1 or config.parallel != "ddp":
         return model
+    if config.compile:
+        torch._dynamo.config.optimize_ddp = ranks.world_size > int(os.environ["LOCAL_WORLD_SIZE"])
     device_ids = [ranks.device.index] if ranks.device.type == "cuda" else None
     ddp = DistributedDataParallel(model, device_ids=device_ids, gradient_as_bucket_view=True)
     if config.bf16_gradients:

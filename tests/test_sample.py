@@ -45,9 +45,11 @@ def test_cached_generation_is_the_plain_loop(flash, length):
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
-def test_a_recorded_step_is_the_plain_loop():
+@pytest.mark.parametrize("count", [1, 3, 4, 5])
+@pytest.mark.parametrize("length", [1, 5, 24, 30])
+def test_a_recorded_step_is_the_plain_loop(count, length):
     model = restless().cuda()
-    prompt = torch.randint(301, (2, 5), device="cuda")
+    prompt = torch.randint(301, (count, length), device="cuda")
     with torch.no_grad():
         expected = greedy_without_cache(model, prompt, 30)
     assert torch.equal(continued(model, prompt, 30, temperature=0, graph=True), expected)
