@@ -350,11 +350,10 @@ def token_linear(x, weight, bias=None, norm=None, gelu=False, added=None):
     """
     (B, K), N = x.shape, len(weight)
     y = x.new_empty(B, N)
-    texts = triton.next_power_of_2(B)
-    rows = max(1, 4 // texts)
+    rows = 4 if N > K else 2
     scale, shift = (norm.weight, norm.bias) if norm else (None, None)
     token_linear_kernel[(triton.cdiv(N, rows),)](
-        x, weight, bias, scale, shift, added, y, N, K, B, GELU=gelu, TEXTS=texts, ROWS=rows,
+        x, weight, bias, scale, shift, added, y, N, K, B, GELU=gelu, TEXTS=triton.next_power_of_2(B), ROWS=rows,
         BLOCK=triton.next_power_of_2(K) if norm else 1024,
     )  # fmt: skip
     return y
@@ -380,13 +379,14 @@ def token_attention_kernel(qkv, keys, values, place, y, capacity, H, D, WIDTH: t
     for start in range(0, length, BLOCK):
         row = start + tl.arange(0, BLOCK)[:, None]
         inside = (row < length) & wide[None, :]
-        scores = tl.sum(q[None, :] * tl.load(keys + row * D, mask=inside, other=0.0), 1, keep_dims=True)
-        scores = tl.where(row < length, scores, float("-inf"))
+        old_k = tl.load(keys + row * D, mask=inside, other=0.0)
+        old_v = tl.load(values + row * D, mask=inside, other=0.0)
+        scores = tl.where(row < length, tl.sum(q[None, :] * old_k, 1, keep_dims=True), float("-inf"))
         new_largest = tl.maximum(largest, tl.max(scores))
         scores = tl.exp(scores - new_largest)
         shrink = tl.exp(largest - new_largest)
         total = total * shrink + tl.sum(scores)
-        out = out * shrink + tl.sum(scores * tl.load(values + row * D, mask=inside, other=0.0), 0)
+        out = out * shrink + tl.sum(scores * old_v, 0)
         largest = new_largest
     tl.store(y + head * D + column, out / total, mask=wide)
 
@@ -399,6 +399,6 @@ def token_attention(qkv, keys, values, place):
     B, H, capacity, D = keys.shape
     y = qkv.new_empty(B, H * D)
     token_attention_kernel[(B * H,)](
-        qkv, keys, values, place, y, capacity, H, D, WIDTH=triton.next_power_of_2(D), BLOCK=128, num_warps=8
+        qkv, keys, values, place, y, capacity, H, D, WIDTH=triton.next_power_of_2(D), BLOCK=256, num_warps=8
     )
     return y

@@ -196,11 +196,11 @@ def launch(a, b, out, gelu=0, bias=None, aux=None, scale_a=None, scale_b=None, f
     return True
 
 
-def product(a, b, out=None):
-    """a b, in out if it is given."""
+def product(a, b, out=None, bias=None):
+    """a b + bias (M,), in out if it is given."""
     out = a.new_empty(len(a), b.size(1)) if out is None else out
-    if not launch(a, b, out):
-        torch.mm(a, b, out=out)
+    if not launch(a, b, out, bias=bias):
+        torch.mm(a, b, out=out) if bias is None else torch.addmm(bias, a, b, out=out)
     return out
 
 
@@ -216,25 +216,28 @@ def fused_mlp(x, fc, proj, keep=True):
     kind = x.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
     w1, b1, w2, b2 = (parameter.to(dtype) for parameter in (fc.weight, fc.bias, proj.weight, proj.bias))
-    y = mlp(x.flatten(0, -2).to(dtype).contiguous(), w1, b1, w2, keep)[0]
-    return (y + b2).view_as(x)
+    return mlp(x.flatten(0, -2).to(dtype).contiguous(), w1, b1, w2, b2, keep)[0].view_as(x)
 
 
 @torch.library.custom_op("gpt2::mlp", mutates_args=())
 def mlp(
-    x: torch.Tensor, w1: torch.Tensor, b1: torch.Tensor, w2: torch.Tensor, keep: bool
+    x: torch.Tensor, w1: torch.Tensor, b1: torch.Tensor, w2: torch.Tensor, b2: torch.Tensor, keep: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """gelu(h) w2ᵀ for h = x w1ᵀ + b1; then h and, if it is to be kept, gelu(h). x (N, C), w1 (4C, C), w2 (C, 4C)."""
+    """gelu(h) w2ᵀ + b2 for h = x w1ᵀ + b1; then h and, if it is to be kept, gelu(h).
+
+    x (N, C), w1 (4C, C), w2 (C, 4C). b2 is added before the sum is rounded to 16 bits: added later, to numbers that lie
+    on a grid and with others that do, a bias far below the grid would decide the many ties, all of them the same way.
+    """
     h = x.new_empty(len(x), len(w1))
     a = torch.empty_like(h)
     if not launch(x, w1.t(), a, GELU, b1, h):
         torch.addmm(b1, x, w1.t(), out=h)
         a = F.gelu(h, approximate="tanh")
-    return product(a, w2.t()), h, a if keep else a.new_empty(0)
+    return product(a, w2.t(), bias=b2), h, a if keep else a.new_empty(0)
 
 
 @mlp.register_fake
-def _(x, w1, b1, w2, keep):
+def _(x, w1, b1, w2, b2, keep):
     h = x.new_empty(len(x), len(w1))
     return x.new_empty(len(x), len(w2)), h, torch.empty_like(h) if keep else h.new_empty(0)
 
@@ -258,13 +261,13 @@ def _(dy, x, w1, w2, h, a):
 
 
 def keep_for_mlp(ctx, inputs, output):
-    x, w1, _, w2, _ = inputs
+    x, w1, _, w2, _, _ = inputs
     ctx.save_for_backward(x, w1, w2, *output[1:])
     ctx.set_materialize_grads(False)
 
 
 def mlp_gradients(ctx, dy, *_):
-    return *mlp_backward(dy.contiguous(), *ctx.saved_tensors), None
+    return *mlp_backward(dy.contiguous(), *ctx.saved_tensors), dy.sum(0), None
 
 
 mlp.register_autograd(mlp_gradients, setup_context=keep_for_mlp)

@@ -107,7 +107,7 @@ def by_kernels(model, token, cache):
         x = kernels.token_linear(y, attn.c_proj.weight, attn.c_proj.bias, added=x)
         h = kernels.token_linear(x, mlp.c_fc.weight, mlp.c_fc.bias, norm=block.ln_2, gelu=True)  # (B, 4C)
         x = kernels.token_linear(h, mlp.c_proj.weight, mlp.c_proj.bias, added=x)
-    return kernels.token_linear(x, wte.weight[: model.config.vocab_size], norm=norm).unsqueeze(1)  # (B, 1, V)
+    return F.linear(norm(x), wte.weight[: model.config.vocab_size]).unsqueeze(1)  # (B, 1, V)
 
 
 def sample(model, prompt, count, max_new_tokens, seed=42, **options):

@@ -14,18 +14,18 @@ on_a_gpu = pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
 
 
 def inputs(N, C, dtype, D=None):
-    """x, w1, b1, w2, and the gradient to the output; in float64 what they are in dtype."""
+    """x, w1, b1, w2, b2, and the gradient to the output; in float64 what they are in dtype."""
     D = D or 4 * C
-    shapes = [((N, C), 1), ((D, C), C**-0.5), ((D,), 1), ((C, D), D**-0.5), ((N, C), 1)]
+    shapes = [((N, C), 1), ((D, C), C**-0.5), ((D,), 1), ((C, D), D**-0.5), ((C,), 1), ((N, C), 1)]
     return [(scale * torch.randn(shape)).to(dtype).double().to(DEVICE) for shape, scale in shapes]
 
 
-def mlp(x, w1, b1, w2, keep=True):
-    return products.mlp(x, w1, b1, w2, keep)[0]
+def mlp(x, w1, b1, w2, b2, keep=True):
+    return products.mlp(x, w1, b1, w2, b2, keep)[0]
 
 
-def plain(x, w1, b1, w2):
-    return F.gelu(x @ w1.t() + b1, approximate="tanh") @ w2.t()
+def plain(x, w1, b1, w2, b2):
+    return F.gelu(x @ w1.t() + b1, approximate="tanh") @ w2.t() + b2
 
 
 def output_and_gradients(function, tensors, dtype):
@@ -53,18 +53,26 @@ def test_far_from_zero():
     """GELU is the identity there, or 0, and its slope 1 or 0: nothing overflows on the way."""
     x = torch.tensor([[-300.0, -20, 0, 20, 300] + [0] * 11], device=DEVICE).bfloat16()
     eye, zero = torch.eye(16, device=DEVICE).bfloat16(), torch.zeros(16, device=DEVICE).bfloat16()
-    y, dx, *_ = output_and_gradients(mlp, [x, eye, zero, eye, torch.ones_like(x)], torch.bfloat16)
+    y, dx, *_ = output_and_gradients(mlp, [x, eye, zero, eye, zero, torch.ones_like(x)], torch.bfloat16)
     assert torch.equal(y[0, :5].float().cpu(), torch.tensor([0.0, 0, 0, 20, 300]))
     assert torch.equal(dx[0, :5].float().cpu(), torch.tensor([0, 0, 0.5, 1, 1]))
 
 
 def test_the_compiler_knows_what_they_return():
     for dtype, keep in ((torch.float32, True), (torch.bfloat16, False)):
-        x, w1, b1, w2, dy = (each.to(dtype) for each in inputs(6, 16, dtype))
-        leaves = [each.requires_grad_() for each in (x, w1, b1, w2)]
+        x, w1, b1, w2, b2, dy = (each.to(dtype) for each in inputs(6, 16, dtype))
+        leaves = [each.requires_grad_() for each in (x, w1, b1, w2, b2)]
         torch.library.opcheck(products.mlp, (*leaves, keep))
         _, h, a = products.mlp(*leaves, keep)
         torch.library.opcheck(products.mlp_backward, tuple(each.detach() for each in (dy, x, w1, w2, h, a)))
+
+
+def test_a_small_bias_is_not_lost_in_rounding():
+    """After the first steps biases are far below what bf16 tells apart beside the MLP's output, but they add up."""
+    x, w1, b1, w2, b2, _ = (each.bfloat16() for each in inputs(4096, 64, torch.bfloat16))
+    small = torch.full_like(b2, 1e-4)
+    moved = mlp(x, w1, b1, w2, small).float() - mlp(x, w1, b1, w2, torch.zeros_like(small)).float()
+    assert moved.mean().item() == pytest.approx(1e-4, rel=0.2)
 
 
 def model(**options):
@@ -149,7 +157,7 @@ def test_products_either_way_around(dtype, tolerance):
 @on_a_gpu
 def test_gelu_at_the_end():
     """The two of the MLP are cuBLASLt's, not PyTorch's."""
-    x, w1, b1, w2, dy = (each.bfloat16() for each in inputs(512, 768, torch.bfloat16))
+    x, w1, b1, w2, _, dy = (each.bfloat16() for each in inputs(512, 768, torch.bfloat16))
     h, out = (torch.empty(512, 3072, device=DEVICE, dtype=torch.bfloat16) for _ in range(2))
     assert products.launch(x, w1.t(), out, products.GELU, b1, h)
     expected = x.double() @ w1.double().t() + b1.double()
@@ -177,6 +185,7 @@ def test_what_was_measured_changes_no_bit(monkeypatch):
     for N, K, M, extra in (
         (8192, 768, 3072, ("gelu", "bias", "aux")),
         (8192, 768, 3072, ("gelu_backward", "aux")),
+        (8192, 3072, 768, ("bias",)),
         (8192, 3072, 768, ()),
         (4096, 768, 50304, ()),
     ):
