@@ -1,4 +1,4 @@
-"""Triton kernels for what PyTorch's compiler does in more passes over memory than it needs.
+"""Triton kernels for what PyTorch and its compiler do in more passes over memory or more launches than it needs.
 
 torch.compile leaves them whole. Computation is in float32 whatever the tensors are; sums are in float32 and in a fixed
 order, so they repeat bit by bit.
@@ -89,7 +89,7 @@ def head_loss(
         logits = products.product(rows, cast.t())  # (N / chunks, V_padded)
         loss += cross_entropy_(logits, part, vocab_size).sum()
         products.product(logits, cast, out=gradient)
-        add_product_(weight_gradient, logits, rows)
+        products.add_product_(weight_gradient, logits, rows)
     return loss, x_gradient, weight_gradient.to(weight.dtype)
 
 
@@ -119,14 +119,6 @@ def mean_loss(x, weight, targets, vocab_size):
     chunks = -(-targets.numel() // ROWS_OF_LOGITS)
     total = head_loss(x.flatten(0, -2).contiguous(), weight, targets.flatten().contiguous(), vocab_size, chunks)[0]
     return total / (targets != IGNORED.value).sum()
-
-
-def add_product_(out, a, b):
-    """out (float32) += aᵀ b, summed in float32 also where a and b have 16 bits."""
-    if a.dtype == torch.float32 or not a.is_cuda:
-        out.addmm_(a.t().float(), b.float())
-    else:
-        torch.addmm(out, a.t(), b, out_dtype=torch.float32, out=out)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -204,6 +204,14 @@ def product(a, b, out=None, bias=None):
     return out
 
 
+def add_product_(out, a, b):
+    """out (float32) += aᵀ b, summed in float32 also where a and b have 16 bits."""
+    if a.dtype == torch.float32 or not a.is_cuda:
+        out.addmm_(a.t().float(), b.float())
+    else:
+        torch.addmm(out, a.t(), b, out_dtype=torch.float32, out=out)
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # The MLP. GELU, and in backward its gradient, are computed on what a product still has in registers
 

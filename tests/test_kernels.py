@@ -198,3 +198,31 @@ def test_evaluation_and_generation_agree_with_the_plain_model():
         torch.testing.assert_close(fused.eval()(x), plain.eval()(x))
         tokens = [torch.cat(list(generate(each, x[:, :3], 4, temperature=0))) for each in (plain, fused)]
         assert torch.equal(*tokens)
+
+
+@pytest.mark.parametrize("B, K, N", [(1, 48, 10), (3, 33, 70), (4, 1030, 9)])
+def test_a_linear_layer_for_one_token(B, K, N):
+    """With all that may come with the product, and with nothing; K past a block of it, and past none."""
+    x, weight, bias, added = normal(B, K), normal(N, K), normal(N), normal(B, N)
+    norm = torch.nn.LayerNorm(K, device=DEVICE)
+    torch.nn.init.normal_(norm.weight)
+    torch.nn.init.normal_(norm.bias)
+    expected = F.linear(norm.double()(x.double()), weight.double(), bias.double())
+    expected = added.double() + F.gelu(expected, approximate="tanh")
+    found = kernels.token_linear(x, weight, bias, norm=norm.float(), gelu=True, added=added)
+    torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(kernels.token_linear(x, weight), F.linear(x, weight), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("length", [0, 1, 255, 256, 300])
+def test_attention_of_one_token(length):
+    B, H, D, capacity = 2, 3, 10, 301
+    qkv, keys, values = 3 * normal(B, 3 * H * D), normal(B, H, capacity, D), normal(B, H, capacity, D)
+    q, k, v = qkv.double().view(B, 3, H, D).transpose(0, 1)
+    before = [torch.cat((old[:, :, :length].double(), new[:, :, None]), 2) for old, new in ((keys, k), (values, v))]
+    after = keys[:, :, length + 1 :].clone()
+    y = kernels.token_attention(qkv, keys, values, torch.tensor([length], device=DEVICE))
+    expected = F.scaled_dot_product_attention(q[:, :, None], *before).flatten(1)
+    torch.testing.assert_close(y.double(), expected, rtol=1e-4, atol=1e-5)
+    assert torch.equal(keys[:, :, length], k.float()) and torch.equal(values[:, :, length], v.float())
+    assert torch.equal(keys[:, :, length + 1 :], after)

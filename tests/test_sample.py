@@ -10,7 +10,7 @@ from test_model import tiny
 
 import sample as sample_module
 from cli import UserError
-from sample import choose, generate, read_prompt, sample
+from sample import by_kernels, choose, generate, read_prompt, sample
 
 
 def continued(model, tokens, count, **options):
@@ -53,6 +53,20 @@ def test_a_recorded_step_is_the_plain_loop(count, length):
     with torch.no_grad():
         expected = greedy_without_cache(model, prompt, 30)
     assert torch.equal(continued(model, prompt, 30, temperature=0, graph=True), expected)
+
+
+@pytest.mark.skipif(sample_module.kernels is None, reason="needs Triton")
+def test_a_token_by_kernels_is_the_models():
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model = restless().to(device)
+    prompt = torch.randint(301, (3, 5), device=device)
+    caches = model.new_cache(24), model.new_cache(24)
+    with torch.no_grad():
+        for cache in caches:
+            model(prompt, cache=cache)
+        for token in torch.randint(301, (2, 3, 1), device=device):
+            plain, ours = model(token, cache=caches[0]), by_kernels(model, token, caches[1])
+            torch.testing.assert_close(ours, plain, rtol=1e-4, atol=1e-5)
 
 
 def test_sampling_follows_its_settings():
