@@ -10,10 +10,12 @@ import torch
 
 from cli import UserError
 from device import choose_micro_batch_size, fit_attention, fit_device, nearest_multiples
-from parallel import row_length
+from parallel import averaging_rate, row_length
 
 # flags that the model has too
 MODEL_SWITCHES = ("flash", "pad_vocab", "bf16_residual", "fused_loss", "fused_gelu", "packed_attention")
+# Bytes/s from which gradients are averaged after backward: 498 MB then take the 5 ms that torch.compile's cuts cost
+FAST_LINKS = 100e9
 # what interrupts training now and then
 EVALUATIONS = ("val_every", "hellaswag_every", "sample_every", "checkpoint_every")
 # steps that are not measured: compilation, the allocator's growth, the clock's settling
@@ -71,6 +73,9 @@ class Config:
     zero3: its part of all. hsdp: its part of a copy that each machine has."""
     shard_ranks: int | None = None
     """The ranks over which hsdp spreads a copy; by default those of a machine."""
+    overlap_gradients: Literal["auto", "on", "off"] = "auto"
+    """Average gradients over the GPUs while backward still computes, for which torch.compile cuts its graph; off, after
+    it. auto measures how fast the links between the GPUs are."""
     bf16_gradients: bool = False
     """Average gradients over the GPUs in bf16: half the bytes to send."""
     activation_checkpointing: Literal["off", "full", "selective"] = "off"
@@ -323,6 +328,13 @@ def fit_ranks(config, ranks, reasons):
     if config.bf16_gradients and config.parallel == "ddp" and ranks.device.type != "cuda":
         config.bf16_gradients = False
         reasons.append(f"bf16_gradients is off: NCCL alone averages in bf16, this is {ranks.device.type}")
+    if config.overlap_gradients == "auto" and config.compile and config.parallel == "ddp" and ranks.world_size > 1:
+        rate = averaging_rate(ranks) if ranks.device.type == "cuda" else 0
+        config.overlap_gradients = "on" if rate < FAST_LINKS else "off"
+        if rate:
+            reasons.append(
+                f"overlap_gradients {config.overlap_gradients}: the GPUs average {rate / 1e9:.0f} GB of gradients/s"
+            )
     if config.parallel == "hsdp":
         config.shard_ranks = row_length(config, ranks)
         if ranks.world_size % config.shard_ranks:

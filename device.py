@@ -3,6 +3,8 @@
 import importlib
 import os
 import shutil
+import sysconfig
+from pathlib import Path
 
 import torch
 
@@ -114,10 +116,14 @@ def fit_attention(config, device, reasons):
 
 
 def missing_compiler(device):
-    """What torch.compile lacks on this machine, or None: a C compiler under Triton, a C++ compiler on a CPU."""
-    if device.type == "cuda":
-        return None if any(map(shutil.which, ("cc", "gcc", "clang"))) else "a C compiler (gcc)"
-    return None if any(map(shutil.which, ("c++", "g++", "clang++"))) else "a C++ compiler (g++)"
+    """What torch.compile lacks here, or None: a C compiler under Triton, a C++ compiler on a CPU, Python's headers."""
+    if device.type == "cuda" and not any(map(shutil.which, (os.environ.get("CC", "gcc"), "gcc", "clang"))):
+        return "a C compiler (gcc)"
+    if device.type != "cuda" and not any(map(shutil.which, ("c++", "g++", "clang++"))):
+        return "a C++ compiler (g++)"
+    scheme = sysconfig.get_default_scheme().replace("posix_local", "posix_prefix")  # as Triton has it, for Debian
+    headers = Path(sysconfig.get_path("include", scheme), "Python.h")
+    return None if headers.exists() else "Python's headers (python3-dev)"
 
 
 def choose_micro_batch_size(config, ranks):

@@ -301,7 +301,7 @@ def words(x):
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# One token of a few texts, for generation: as fast as memory gives the weights, in five kernels a layer
+# One token of a few texts, for generation, in five kernels a layer
 
 
 @triton.jit
@@ -309,7 +309,7 @@ def token_linear_kernel(
     x, weight, bias, scale, shift, added, y, N, K, count, GELU: tl.constexpr, TEXTS: tl.constexpr, ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """ROWS columns of y (count, N) = added + gelu(norm(x) weightᵀ + bias), of which only the product must be there."""
+    """ROWS columns of y (count, N) = added + gelu(norm(x) weightᵀ + bias), where all but the product may be None."""
     text = tl.arange(0, TEXTS)[:, None]
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     sums = tl.zeros((TEXTS, ROWS), tl.float32)
@@ -352,13 +352,15 @@ def token_linear(x, weight, bias=None, norm=None, gelu=False, added=None):
 
 
 @triton.jit
-def token_attention_kernel(qkv, keys, values, place, y, capacity, H, D, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+def token_attention_kernel(
+    qkv, keys, values, place, y, capacity, H, D, factor, WIDTH: tl.constexpr, BLOCK: tl.constexpr
+):
     """A head of a text: its new key and value go to the cache, and its query attends to them and those before."""
     head = tl.program_id(0)
     column = tl.arange(0, WIDTH)
     wide = column < D
     new = qkv + head // H * (3 * H * D) + head % H * D + column
-    q = tl.load(new, mask=wide, other=0.0) / tl.sqrt(D.to(tl.float32))
+    q = tl.load(new, mask=wide, other=0.0) * factor
     k = tl.load(new + H * D, mask=wide, other=0.0)
     v = tl.load(new + 2 * H * D, mask=wide, other=0.0)
     length = tl.load(place).to(tl.int32)
@@ -391,6 +393,6 @@ def token_attention(qkv, keys, values, place):
     B, H, capacity, D = keys.shape
     y = qkv.new_empty(B, H * D)
     token_attention_kernel[(B * H,)](
-        qkv, keys, values, place, y, capacity, H, D, WIDTH=triton.next_power_of_2(D), BLOCK=256, num_warps=8
+        qkv, keys, values, place, y, capacity, H, D, D**-0.5, WIDTH=triton.next_power_of_2(D), BLOCK=256, num_warps=8
     )
     return y

@@ -9,6 +9,7 @@ import contextlib
 import functools
 import gc
 import os
+import time
 from dataclasses import dataclass
 
 import torch
@@ -186,19 +187,29 @@ def wrap_ddp(model, config, ranks):
 
     gradient_as_bucket_view: gradients live in the communication buckets, which saves a copy of them all.
     optimize_ddp: torch.compile cuts its graph where a bucket is full, so that averaging begins while backward still
-    runs. On four H200s of a machine the cuts cost 5 ms a step, and averaging without them 2: so they are made where
-    gradients travel between machines.
-    https://docs.pytorch.org/docs/stable/notes/ddp.html
+    runs. https://docs.pytorch.org/docs/stable/notes/ddp.html
     """
     if ranks.world_size == 1 or config.parallel != "ddp":
         return model
+    # overlap_gradients: the cuts cost passes over memory, more than they save where links are fast
     if config.compile:
-        torch._dynamo.config.optimize_ddp = ranks.world_size > int(os.environ["LOCAL_WORLD_SIZE"])
+        torch._dynamo.config.optimize_ddp = config.overlap_gradients == "on"
     device_ids = [ranks.device.index] if ranks.device.type == "cuda" else None
     ddp = DistributedDataParallel(model, device_ids=device_ids, gradient_as_bucket_view=True)
     if config.bf16_gradients:
         ddp.register_comm_hook(None, bf16_compress_hook)
     return ddp
+
+
+def averaging_rate(ranks):
+    """Bytes of gradients that the GPUs average in a second."""
+    x = torch.zeros(2**26, device=ranks.device)
+    for _ in range(3):  # the first sets up the connections
+        start = time.perf_counter()
+        dist.all_reduce(x)
+        ranks.sum(x[0])  # waits for it
+        seconds = time.perf_counter() - start
+    return ranks.min(x.nbytes / seconds)
 
 
 def micro_batch(model, train_forward, config, last):

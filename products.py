@@ -233,8 +233,9 @@ def mlp(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """gelu(h) w2ᵀ + b2 for h = x w1ᵀ + b1; then h and, if it is to be kept, gelu(h).
 
-    x (N, C), w1 (4C, C), w2 (C, 4C). b2 is added before the sum is rounded to 16 bits: added later, to numbers that lie
-    on a grid and with others that do, a bias far below the grid would decide the many ties, all of them the same way.
+    x (N, C), w1 (4C, C), w2 (C, 4C). b2 is added before the result is rounded to 16 bits. Added after it, together with
+    the residual stream, it would meet a sum of two bf16 numbers, which often lies exactly between two others: then the
+    smallest bias decides which way all of them are rounded.
     """
     h = x.new_empty(len(x), len(w1))
     a = torch.empty_like(h)

@@ -14,7 +14,7 @@ from cli import UserError
 
 # Flags that may differ between a run and its continuation without a word: they change neither data nor updates
 FREE = set(
-    "demo data_dir log_dir run_name device deterministic init_from resume parallel shard_ranks "
+    "demo data_dir log_dir run_name device deterministic init_from resume parallel shard_ranks overlap_gradients "
     "activation_checkpointing micro_batch_size compile flash pad_vocab fused_adamw fused_loss fused_gelu "
     "packed_attention autotune val_every val_steps hellaswag_every hellaswag_data sample_every "
     "checkpoint_every keep_checkpoints max_bad_steps wandb wandb_project wandb_group peak_tflops ladder rungs "

@@ -17,7 +17,8 @@ import tyro
 import checkpoint
 import parallel
 from cli import UserError, parse, run
-from model import GPT, kernels
+from device import missing_compiler
+from model import kernels
 from tokenizer import END_OF_TEXT, get_tokenizer
 
 
@@ -52,7 +53,7 @@ def generate(model, tokens, max_new_tokens, graph=False, **options):
     seq_len = model.config.seq_len
     cache = model.new_cache(min(seq_len, tokens.size(1) + max_new_tokens))
     logits = model(tokens[:, -seq_len:], cache=cache)
-    if graph and tokens.size(1) < seq_len:
+    if graph and max_new_tokens > 1 and tokens.size(1) < seq_len:
         step = record(model, cache, len(tokens))
     else:
         step = partial(model, cache=cache)
@@ -72,15 +73,15 @@ def record(model, cache, B):
     """A step of generation as a CUDA graph: a function of a token (B, 1) that returns its logits (B, 1, V)."""
     length = cache.length.clone()
     token = torch.zeros(B, 1, dtype=torch.long, device=length.device)
-    compute = partial(by_kernels if kernels and B <= 4 else GPT.__call__, model, cache=cache)
+    compute = partial(by_kernels, model) if B <= 4 and may_use_kernels(model) else model
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):  # once before it is recorded: kernels are compiled, libraries set up their memory
-        compute(token)
+        compute(token, cache=cache)
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        logits = compute(token)
+        logits = compute(token, cache=cache)
     cache.length.copy_(length)  # what was written there is written again by the first token
 
     def replay(choice):
@@ -89,6 +90,13 @@ def record(model, cache, B):
         return logits
 
     return replay
+
+
+def may_use_kernels(model):
+    """Whether by_kernels can run here: with Triton, on an NVIDIA GPU from Ampere on, in float32."""
+    weight = model.transformer.wpe.weight
+    nvidia = torch.version.cuda and torch.cuda.get_device_capability(weight.device) >= (8, 0)
+    return kernels and nvidia and weight.dtype == torch.float32 and not missing_compiler(weight.device)
 
 
 @torch.no_grad()

@@ -43,6 +43,7 @@ def test_the_micro_batch_fits_and_divides(monkeypatch):
     monkeypatch.setattr(device_module.shutil, "which", lambda name: name)
     monkeypatch.setattr(device_module, "import_error", lambda module, package: None)
     monkeypatch.setattr(config_module, "fit_attention", lambda config, device, reasons: None)
+    monkeypatch.setattr(config_module, "averaging_rate", lambda ranks: 3e11)
     sizes = []
     for free in (4, 14, 22, 78, 139):
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device, free=free: (free * gigabytes, 0))
@@ -121,6 +122,23 @@ def test_one_rank_has_nothing_to_share():
     assert "parallel is off: there is one rank" in why and "bf16_gradients is off" in why
     assert "bf16_gradients is off: NCCL alone" in resolved(2, bf16_gradients=True, total_batch_size=8192)[1]
     assert "hsdp is zero3 here" in resolved(2, parallel="hsdp", shard_ranks=2, total_batch_size=8192)[1]
+
+
+@pytest.mark.parametrize(
+    "rate, flags, expected",
+    [
+        (3e11, {}, "off"),
+        (1e10, {}, "on"),
+        (3e11, dict(overlap_gradients="on"), "on"),
+        (1e10, dict(compile=False), "auto"),
+    ],
+)
+def test_gradients_are_averaged_beside_backward_where_links_are_slow(monkeypatch, rate, flags, expected):
+    monkeypatch.setattr(config_module, "averaging_rate", lambda ranks: rate)
+    config, reasons = Config(**flags), []
+    config_module.fit_ranks(config, Ranks(0, 4, torch.device("cuda")), reasons)
+    assert config.overlap_gradients == expected and bool(reasons) == (not flags)
+    assert resolved(4, total_batch_size=8192)[0].overlap_gradients == "on"  # without a GPU nothing is measured
 
 
 def test_every_rank_takes_the_smallest_micro_batch(monkeypatch):

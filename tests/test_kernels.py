@@ -202,7 +202,7 @@ def test_evaluation_and_generation_agree_with_the_plain_model():
 
 @pytest.mark.parametrize("B, K, N", [(1, 48, 10), (3, 33, 70), (4, 1030, 9)])
 def test_a_linear_layer_for_one_token(B, K, N):
-    """With all that may come with the product, and with nothing; K past a block of it, and past none."""
+    """With all that may come with the product, and with nothing; K longer than a block, and shorter."""
     x, weight, bias, added = normal(B, K), normal(N, K), normal(N), normal(B, N)
     norm = torch.nn.LayerNorm(K, device=DEVICE)
     torch.nn.init.normal_(norm.weight)

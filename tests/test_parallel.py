@@ -3,6 +3,7 @@ import torch
 
 import parallel
 from cli import UserError
+from config import Config
 
 
 def start(monkeypatch, device, gpus=0, mps=False, **environment):
@@ -33,3 +34,21 @@ def test_devices_that_are_not_there(monkeypatch, words, device, machine):
     with pytest.raises(UserError) as error:
         start(monkeypatch, device, **machine)
     assert words in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("overlap, cut", [("on", True), ("off", False)])
+def test_the_compilers_graph_is_cut_for_gradients_that_travel_meanwhile(monkeypatch, overlap, cut):
+    monkeypatch.setattr(parallel, "DistributedDataParallel", lambda model, **_: model)
+    ranks = parallel.Ranks(0, 2, torch.device("cpu"))
+    with torch._dynamo.config.patch(optimize_ddp=not cut):
+        parallel.wrap_ddp(torch.nn.Linear(2, 2), Config(overlap_gradients=overlap), ranks)
+        assert torch._dynamo.config.optimize_ddp == cut
+
+
+def test_the_rate_of_averaging(monkeypatch):
+    dist = torch.distributed
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        assert 1e6 < parallel.averaging_rate(parallel.Ranks(0, 1, torch.device("cpu"))) < 1e15
+    finally:
+        dist.destroy_process_group()

@@ -47,12 +47,16 @@ def test_cached_generation_is_the_plain_loop(flash, length):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 @pytest.mark.parametrize("count", [1, 3, 4, 5])
 @pytest.mark.parametrize("length", [1, 5, 24, 30])
-def test_a_recorded_step_is_the_plain_loop(count, length):
+def test_a_recorded_step_is_the_plain_loop(monkeypatch, count, length):
+    """Of up to four texts by the kernels; a prompt that takes all positions is not recorded."""
+    calls = []
+    monkeypatch.setattr(sample_module, "by_kernels", lambda *args, **kw: calls.append(1) or by_kernels(*args, **kw))
     model = restless().cuda()
     prompt = torch.randint(301, (count, length), device="cuda")
     with torch.no_grad():
         expected = greedy_without_cache(model, prompt, 30)
     assert torch.equal(continued(model, prompt, 30, temperature=0, graph=True), expected)
+    assert bool(calls) == (count <= 4 and length < 24)
 
 
 @pytest.mark.skipif(sample_module.kernels is None, reason="needs Triton")
