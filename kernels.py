@@ -1,4 +1,4 @@
-"""Triton kernels for what PyTorch and its compiler do in more passes over memory or more launches than it needs.
+"""Triton kernels for what PyTorch and its compiler do in more passes over memory or more launches than needed.
 
 torch.compile leaves them whole. Computation is in float32 whatever the tensors are; sums are in float32 and in a fixed
 order, so they repeat bit by bit.
