@@ -74,7 +74,8 @@ def tokenize(texts):
     """<|endoftext|> and its tokens for each text, one after another: (tokens,) uint16. Special tokens in a text are
     text."""
     encode = get_tokenizer().encode_to_numpy
-    parts = [np.empty(0, dtype=np.uint16)]
+    start = np.array([END_OF_TEXT], dtype=np.uint16)
+    parts = [start[:0]]
     for text in texts:
-        parts += [np.array([END_OF_TEXT]), encode(text, disallowed_special=())]
-    return np.concatenate(parts).astype(np.uint16)
+        parts += [start, encode(text, disallowed_special=())]
+    return np.concatenate(parts, dtype=np.uint16, casting="same_kind")
