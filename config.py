@@ -328,7 +328,11 @@ def fit_ranks(config, ranks, reasons):
     if config.bf16_gradients and config.parallel == "ddp" and ranks.device.type != "cuda":
         config.bf16_gradients = False
         reasons.append(f"bf16_gradients is off: NCCL alone averages in bf16, this is {ranks.device.type}")
-    if config.overlap_gradients == "auto" and config.compile and config.parallel == "ddp" and ranks.world_size > 1:
+    averaged = config.compile and config.parallel == "ddp" and ranks.world_size > 1
+    if config.overlap_gradients == "on" and not averaged:
+        config.overlap_gradients = "off"
+        reasons.append("overlap_gradients is off: it goes with --compile, --parallel ddp and several ranks")
+    if config.overlap_gradients == "auto" and averaged:
         rate = averaging_rate(ranks) if ranks.device.type == "cuda" else 0
         config.overlap_gradients = "on" if rate < FAST_LINKS else "off"
         if rate:

@@ -131,13 +131,14 @@ def test_one_rank_has_nothing_to_share():
         (1e10, {}, "on"),
         (3e11, dict(overlap_gradients="on"), "on"),
         (1e10, dict(compile=False), "auto"),
+        (1e10, dict(overlap_gradients="on", parallel="zero3"), "off"),
     ],
 )
 def test_gradients_are_averaged_beside_backward_where_links_are_slow(monkeypatch, rate, flags, expected):
     monkeypatch.setattr(config_module, "averaging_rate", lambda ranks: rate)
     config, reasons = Config(**flags), []
     config_module.fit_ranks(config, Ranks(0, 4, torch.device("cuda")), reasons)
-    assert config.overlap_gradients == expected and bool(reasons) == (not flags)
+    assert config.overlap_gradients == expected and bool(reasons) == (not flags or "parallel" in flags)
     assert resolved(4, total_batch_size=8192)[0].overlap_gradients == "on"  # without a GPU nothing is measured
 
 
