@@ -333,9 +333,10 @@ def fit_ranks(config, ranks, reasons):
         config.overlap_gradients = "off"
         reasons.append("overlap_gradients is off: it goes with --compile, --parallel ddp and several ranks")
     if config.overlap_gradients == "auto" and averaged:
-        rate = averaging_rate(ranks) if ranks.device.type == "cuda" else 0
-        config.overlap_gradients = "on" if rate < FAST_LINKS else "off"
-        if rate:
+        config.overlap_gradients = "on"
+        if ranks.device.type == "cuda":
+            rate = averaging_rate(ranks)
+            config.overlap_gradients = "on" if rate < FAST_LINKS else "off"
             reasons.append(
                 f"overlap_gradients {config.overlap_gradients}: the GPUs average {rate / 1e9:.0f} GB of gradients/s"
             )

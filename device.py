@@ -117,7 +117,7 @@ def fit_attention(config, device, reasons):
 
 def missing_compiler(device):
     """What torch.compile lacks here, or None: a C compiler under Triton, a C++ compiler on a CPU, Python's headers."""
-    if device.type == "cuda" and not any(map(shutil.which, (os.environ.get("CC", "gcc"), "gcc", "clang"))):
+    if device.type == "cuda" and not any(map(shutil.which, (os.environ.get("CC", ""), "gcc", "clang"))):
         return "a C compiler (gcc)"
     if device.type != "cuda" and not any(map(shutil.which, ("c++", "g++", "clang++"))):
         return "a C++ compiler (g++)"

@@ -336,9 +336,9 @@ def token_linear_kernel(
 
 
 def token_linear(x, weight, bias=None, norm=None, gelu=False, added=None):
-    """added + gelu(norm(x) weightᵀ + bias) for x (B, K), weight (N, K), an nn.LayerNorm, added (B, N), all float32.
+    """added + gelu(norm(x) weightᵀ + bias) for x (B, K), weight (N, K), added (B, N), all float32.
 
-    Every program reads x whole, for a few rows of weight: for small B.
+    norm: an nn.LayerNorm with its default eps. Every program reads x whole, for a few rows of weight: for small B.
     """
     (B, K), N = x.shape, len(weight)
     y = x.new_empty(B, N)

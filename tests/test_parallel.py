@@ -45,7 +45,7 @@ def test_the_compilers_graph_is_cut_for_gradients_that_travel_meanwhile(monkeypa
         assert torch._dynamo.config.optimize_ddp == cut
 
 
-def test_the_rate_of_averaging(monkeypatch):
+def test_the_rate_of_averaging():
     dist = torch.distributed
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
