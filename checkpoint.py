@@ -63,7 +63,7 @@ def sharded_snapshot(model, optimizer, ranks):
         own = optimizer.state.get(parameter) or fresh_state(parameter)
         tensors[name] = stored(name, parameter.detach())
         tensors |= {f"{moment}.{name}": own[moment] for moment in MOMENTS}
-    state = {"adamw_steps": own["step"].cpu(), f"random.{ranks.rank}": random_state(ranks.device)}
+    state = {"adamw_steps": to_host(own["step"]), f"random.{ranks.rank}": random_state(ranks.device)}
     return state | {name: sharded.host_piece(tensor) for name, tensor in tensors.items()}
 
 

@@ -45,6 +45,15 @@ def seed():
     torch.manual_seed(0)
 
 
+@pytest.fixture
+def group():
+    """A process group of this process alone."""
+    dist = torch.distributed
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
 def make_documents(count, rng, longest=60):
     """Documents of random tokens, each opening with <|endoftext|>."""
     return [np.append(END_OF_TEXT, rng.integers(0, 50256, rng.integers(1, longest))) for _ in range(count)]

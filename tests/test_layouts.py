@@ -10,7 +10,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import checkpoint
 import parallel
+import sharded
+from config import Config
 from model import GPT, GPTConfig
+from optim import make_optimizer
 
 # Trains once for each list of arguments, in the same processes
 SEVERAL = """
@@ -109,6 +112,25 @@ def test_every_layout_trains_and_resumes_as_one_rank_does(train, train_several, 
     expect_error(done, "checkpoint_000004 is damaged: shard-00003-", "is not what was written")
     piece.unlink()
     expect_error(command("sample.py", runs[1] / "checkpoint_000004"), "is damaged: shard-00003-", "is missing")
+
+
+@pytest.mark.parametrize("layout", ["ddp", "zero3"])
+def test_training_goes_on_while_a_snapshot_is_written(group, layout):
+    config, ranks = Config(parallel=layout, autocast="off", lr=0.1), parallel.Ranks(0, 1, torch.device("cpu"))
+    model = GPT(GPTConfig(seq_len=32, n_layer=1, n_head=2, n_embd=32))
+    parallel.place(model, config, ranks)
+    optimizer = make_optimizer(model, config)
+    snapshots = []
+    for _ in range(2):
+        model(*torch.randint(50257, (2, 2, 32))).backward()
+        optimizer.step()
+        tensors = checkpoint.snapshot(model, optimizer, ranks)
+        pieces = tensors if layout == "zero3" else tensors[0] | tensors[1]
+        snapshots.append({name: sharded.local(piece) for name, piece in pieces.items()})
+        if len(snapshots) == 1:
+            before = {name: piece.clone() for name, piece in snapshots[0].items()}
+    for name, piece in before.items():
+        assert torch.equal(snapshots[0][name], piece) and not torch.equal(snapshots[1][name], piece), name
 
 
 class Count(TorchDispatchMode):
