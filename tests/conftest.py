@@ -1,5 +1,6 @@
 """Small real work for the tests: a corpus of a few documents in shards, and the training run as a child process."""
 
+import faulthandler
 import json
 import multiprocessing
 import multiprocessing.connection
@@ -33,6 +34,7 @@ FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(["train_gpt2", "torch._dynamo", "tyro"])
 
 ROOT = Path(__file__).parent.parent
+TIMEOUT = 240  # seconds for one command
 TINY = (
     "--n_layer 2 --n_head 2 --n_embd 32 --seq_len 32 --total_batch_size 256 --micro_batch_size 4 --max_steps 3 "
     "--warmup_steps 2 --lr 1e-3 --device cpu --no_compile --autocast off --wandb disabled --val_every 0 "
@@ -83,6 +85,7 @@ def run_script(script, args, folder, outputs, env=None):
     """What `python SCRIPT ARGS` does in a folder, its standard output and error added to two files."""
     for number, path in enumerate(outputs, 1):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
+    faulthandler.dump_traceback_later(TIMEOUT - 20, file=2)  # says where it hangs
     os.environ.update(env or {})
     os.chdir(folder)
     sys.argv = [script, *args]
@@ -108,7 +111,7 @@ def command(tmp_path, tmp_path_factory):
                 env=os.environ | env,
                 capture_output=True,
                 text=True,
-                timeout=240,
+                timeout=TIMEOUT,
             )
         outputs = [tmp_path_factory.mktemp("outputs") / name for name in ("out", "err")]
         everybody = dict(MASTER_ADDR="localhost", MASTER_PORT=free_port(), WORLD_SIZE=ranks, LOCAL_WORLD_SIZE=ranks)
@@ -121,12 +124,12 @@ def command(tmp_path, tmp_path_factory):
             processes[-1].start()
         running = list(processes)
         while running:
-            ended = multiprocessing.connection.wait([process.sentinel for process in running], timeout=240)
+            ended = multiprocessing.connection.wait([process.sentinel for process in running], timeout=TIMEOUT)
             running = [process for process in running if process.sentinel not in ended]
             if not ended or any(process.exitcode for process in processes if process not in running):
                 for process in running:
                     process.terminate() if ended else process.kill()
-            assert ended, "still running after 240 s"
+            assert ended, f"still running after {TIMEOUT} s\n" + "".join(path.read_text() for path in outputs)
         code = next((process.exitcode for process in processes if process.exitcode), 0)
         return subprocess.CompletedProcess(command, code, *(path.read_text() for path in outputs))
 
