@@ -18,7 +18,7 @@ import products
 from cli import UserError, parse, run
 from config import MODEL_SWITCHES, SETTLING_STEPS, Config, check_given, defaults, resolve
 from device import be_deterministic
-from metrics import flops_per_token, peak_memory, peak_tflops
+from metrics import environment, flops_per_token, peak_memory, peak_tflops
 from model import GPT, GPTConfig
 from optim import accumulation_steps, make_optimizer
 
@@ -45,12 +45,12 @@ def main():
         be_deterministic()  # before cuDNN makes its plans
     config, reasons = resolve(config, ranks)
     check_given(sys.argv, reasons)
-    if config.autocast == "fp16":
-        raise UserError("bench.py does not scale gradients: use --autocast off")
     device, B, T = ranks.device, config.micro_batch_size, config.seq_len
     torch.set_float32_matmul_precision("high" if config.tf32 else "highest")
     products.autotune = config.autotune
-    autocast = torch.autocast(device.type, torch.bfloat16, enabled=config.autocast != "off")
+    kind = torch.float16 if config.autocast == "fp16" else torch.bfloat16
+    autocast = torch.autocast(device.type, kind, enabled=config.autocast != "off")
+    scaler = torch.amp.GradScaler(device.type, enabled=config.autocast == "fp16")
     torch.manual_seed(config.seed)
     sizes = dict(n_layer=config.n_layer, n_head=config.n_head, n_embd=config.n_embd)
     model = GPT(GPTConfig(seq_len=T, **sizes, **{name: getattr(config, name) for name in MODEL_SWITCHES}))
@@ -76,10 +76,12 @@ def main():
             with parallel.micro_batch(model, forward, config, last=micro_step == micro_steps - 1):
                 with autocast:
                     loss = forward(x, y) / micro_steps
-                loss.backward()
+                scaler.scale(loss).backward()
             loss_sum += loss.detach()
+        scaler.unscale_(optimizer)
         torch.nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip or float("inf"))
-        optimizer.step()
+        scaler.step(optimizer)
+        scaler.update()
         optimizer.zero_grad(set_to_none=True)
         if config.fp8:
             fp8.follow(model, micro_steps)
@@ -92,7 +94,9 @@ def main():
         peak = config.peak_tflops or peak_tflops(device)
         mfu = f", MFU {rate * flops_per_token(model, T) / (peak * 1e12 * ranks.world_size):.1%}" if peak else ""
         print(f"{rate:,.0f} tokens/sec, {1000 * step:.2f} ms a step{mfu}, peak memory {peak_memory(device):.2f} GB")
-        print(f"first step {seconds[0]:.1f} s; PyTorch {torch.__version__}")
+        facts = environment(device)
+        versions = f"PyTorch {facts['torch']}" + (f", CUDA {facts['cuda']}" if facts["cuda"] else "")
+        print(f"first step {seconds[0]:.1f} s; {ranks.world_size} × {facts['hardware']}; {versions}")
     del forward
     parallel.stop()
 

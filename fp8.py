@@ -2,9 +2,10 @@
 
 Tensor cores multiply float8 at twice the rate of bf16. It has 3 bits after the leading one and a range of 2^18, so
 every tensor is divided by a scale first. A weight's comes from the weight itself, once a step. An activation's or a
-gradient's comes from the largest values of the step before, so that whatever makes it can write it in 8 bits at once
-(delayed scaling: Micikevicius et al. 2022, "FP8 Formats for Deep Learning"; NVIDIA's Transformer Engine). Embedding,
-head, attention, LayerNorm and residual stream stay as they are; so do AdamW's weights, gradients, and evaluations.
+gradient's comes from the largest values in the micro-batches of the step before, their mean on each rank by itself, so
+that whatever makes it can write it in 8 bits at once (delayed scaling: Micikevicius et al. 2022, "FP8 Formats for Deep
+Learning"; NVIDIA's Transformer Engine). Embedding, head, attention, LayerNorm and residual stream stay as they are; so
+do AdamW's weights, gradients, and evaluations.
 
 A product on Hopper reads both factors along the summed dimension, and each tensor is summed over two dimensions, one in
 forward and one in backward. So whatever is cast is written twice, as it is and transposed, by one kernel.

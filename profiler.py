@@ -193,8 +193,9 @@ def work(c, T, tokens):
             + in_products * e * tokens * 4 * C * L,
         ),
         "attention": attention,
-        # the logits: read for the softmax's sum, read again, overwritten by their gradient
-        "loss": (8 * tokens * V, 3 * e * tokens * V),
+        # the logits: read for the softmax's sum, read again unless they are in the cache still, overwritten by their
+        # gradient
+        "loss": (8 * tokens * V, (2 if c.fused_loss else 3) * e * tokens * V),
         # with the residual addition. Forward: stream and branch in, stream and normalized out. Backward: stream and two
         # gradients in; the stream's gradient out, and where it has more bytes once more for the branch's products
         "normalization": (

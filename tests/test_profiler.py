@@ -104,8 +104,9 @@ def test_least_traffic():
     assert work["matrix products"][1] == 3 * 2 * ((1 + 3) + (1 + 1) + (1 + 4) + (4 + 1) + (1 + 10))
     assert work["loss"][1] == 10 * 3 * 2 and work["attention"][1] == 12 * 2
     assert work["normalization"][1] == 3 * 28 and work["element-wise"][1] == 4 * 5 * 2
-    fused = profiler.work(GPTConfig(vocab_size=10, n_layer=1, n_head=1, n_embd=1, fused_gelu=True), 1, 1)
-    assert fused["element-wise"][1] == 0
+    switches = dict(fused_gelu=True, fused_loss=True)
+    fused = profiler.work(GPTConfig(vocab_size=10, n_layer=1, n_head=1, n_embd=1, **switches), 1, 1)
+    assert fused["element-wise"][1] == 0 and fused["loss"][1] == 10 * 2 * 2
     assert fused["matrix products"][1] == work["matrix products"][1] + 4 * 2 * 2  # h, written and read
 
 
