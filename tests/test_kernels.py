@@ -106,10 +106,11 @@ def test_float8_rounds_as_pytorch_does():
     assert torch.equal(small.float(), expected.float()) and torch.equal(small_t.float(), expected.float().t())
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", [(4, 16), (68, 48), (128, 130)])
-def test_gelu_in_float8(shape):
+def test_gelu_in_float8(shape, dtype):
     """As GELU in float32, to 3 bits; the bias's gradient is exact. Both ways around they are the same."""
-    h, bias, dy = 2 * normal(*shape), normal(shape[1]), normal(*shape)
+    h, bias, dy = 2 * normal(*shape, dtype=dtype), normal(shape[1]), normal(*shape, dtype=dtype)
     leaves = [h.double().requires_grad_(), bias.double().requires_grad_()]
     expected = F.gelu(sum(leaves), approximate="tanh")
     expected.backward(dy.double())
