@@ -94,9 +94,8 @@ def main():
         peak = config.peak_tflops or peak_tflops(device)
         mfu = f", MFU {rate * flops_per_token(model, T) / (peak * 1e12 * ranks.world_size):.1%}" if peak else ""
         print(f"{rate:,.0f} tokens/sec, {1000 * step:.2f} ms a step{mfu}, peak memory {peak_memory(device):.2f} GB")
-        facts = environment(device)
-        versions = f"PyTorch {facts['torch']}" + (f", CUDA {facts['cuda']}" if facts["cuda"] else "")
-        print(f"first step {seconds[0]:.1f} s; {ranks.world_size} × {facts['hardware']}; {versions}")
+        devices = f"{ranks.world_size} × {environment(device)['hardware']}"
+        print(f"first step {seconds[0]:.1f} s; {devices}; PyTorch {torch.__version__}")
     del forward
     parallel.stop()
 

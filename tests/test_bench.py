@@ -24,9 +24,6 @@ def test_it_times_steps_and_leaves_nothing(tmp_path, ranks, autocast):
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize(
-    "flags, complaint",
-    [("--steps 0", "--steps 0"), ("--init_from gpt2", "--init_from")],
-)
+@pytest.mark.parametrize("flags, complaint", [("--steps 0", "--steps 0"), ("--init_from gpt2", "--init_from")])
 def test_what_it_does_not_do(flags, complaint):
     expect_error(bench(*flags.split()), complaint)
