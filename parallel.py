@@ -185,7 +185,8 @@ def lets_go(part, model, config):
 def wrap_ddp(model, config, ranks):
     """The model with its gradients averaged over ranks in backward. One rank, or a sharded model: the model itself.
 
-    gradient_as_bucket_view: gradients live in the communication buckets, which saves a copy of them all.
+    gradient_as_bucket_view: once averaged, gradients are read where they were, in the communication buckets, and not
+    copied back.
     optimize_ddp: torch.compile cuts its graph where a bucket is full, so that averaging begins while backward still
     runs. https://docs.pytorch.org/docs/stable/notes/ddp.html
     """
