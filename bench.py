@@ -82,7 +82,7 @@ def main():
         torch.nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip or float("inf"))
         scaler.step(optimizer)
         scaler.update()
-        optimizer.zero_grad(set_to_none=True)
+        parallel.zero_gradients(optimizer, forward)
         if config.fp8:
             fp8.follow(model, micro_steps)
         ranks.sum(loss_sum)  # waits for the device

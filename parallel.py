@@ -185,8 +185,8 @@ def lets_go(part, model, config):
 def wrap_ddp(model, config, ranks):
     """The model with its gradients averaged over ranks in backward. One rank, or a sharded model: the model itself.
 
-    gradient_as_bucket_view: once averaged, gradients are read where they were, in the communication buckets, and not
-    copied back.
+    gradient_as_bucket_view: gradients live in the communication buckets, which saves a copy of them all, as long as
+    they are not freed between steps: see zero_gradients().
     optimize_ddp: torch.compile cuts its graph where a bucket is full, so that averaging begins while backward still
     runs. https://docs.pytorch.org/docs/stable/notes/ddp.html
     """
@@ -226,6 +226,11 @@ def micro_batch(model, train_forward, config, last):
     elif isinstance(train_forward, DistributedDataParallel) and not last:
         return train_forward.no_sync()
     return contextlib.nullcontext()
+
+
+def zero_gradients(optimizer, train_forward):
+    """Begin a step. DDP's gradients stay in its buckets; where there are none, forward can have the memory."""
+    optimizer.zero_grad(set_to_none=not isinstance(train_forward, DistributedDataParallel))
 
 
 @contextlib.contextmanager

@@ -238,7 +238,7 @@ def train(config, ranks):
         scaler.unscale_(optimizer)
         norm = parallel.whole(torch.nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip or float("inf")))
         step_if_finite(optimizer, scaler, norm)
-        optimizer.zero_grad(set_to_none=True)
+        parallel.zero_gradients(optimizer, train_forward)
         if config.fp8:
             fp8.follow(model, micro_steps)
         # reading the loss waits for the device, so the clock below sees the whole step

@@ -10,6 +10,8 @@ pytest.importorskip("cudnn", reason="needs nvidia-cudnn-frontend")
 if not torch.cuda.is_available():
     pytest.skip("needs a GPU", allow_module_level=True)
 
+import attention  # noqa: E402
+
 
 def run(x, y, **options):
     torch.manual_seed(1)
@@ -27,3 +29,21 @@ def test_packed_attention_is_the_same():
     assert loss == pytest.approx(expected, rel=1e-4)
     for name, gradient in gradients.items():
         assert (found[name] - gradient).norm() < 2e-2 * gradient.norm(), name
+
+
+@pytest.mark.parametrize("dtype, tolerance", [(torch.bfloat16, 1e-2), (torch.float16, 2e-3)])
+@pytest.mark.parametrize("B, T, heads, width", [(2, 1024, 12, 64), (3, 37, 2, 64), (1, 200, 5, 32), (2, 129, 3, 128)])
+def test_against_float64(B, T, heads, width, dtype, tolerance):
+    leaf = torch.randn(B, T, 3 * heads * width, device="cuda").to(dtype).requires_grad_()
+    exact = leaf.detach().double().requires_grad_()
+    dy = torch.randn(B, T, heads * width, device="cuda").to(dtype)
+    y, _ = attention.packed_attention(leaf, heads)
+    y.backward(dy)
+    q, k, v = (part.unflatten(2, (heads, width)).transpose(1, 2) for part in exact.chunk(3, dim=2))
+    scores = (q @ k.transpose(2, 3) / width**0.5).masked_fill(
+        ~torch.ones(T, T, device="cuda").tril().bool(), -torch.inf
+    )
+    expected = (scores.softmax(3) @ v).transpose(1, 2).flatten(2)
+    expected.backward(dy.double())
+    for found, reference in ((y, expected), (leaf.grad, exact.grad)):
+        assert (found.double() - reference).norm() < tolerance * reference.norm()

@@ -47,3 +47,22 @@ def test_the_compilers_graph_is_cut_for_gradients_that_travel_meanwhile(monkeypa
 
 def test_the_rate_of_averaging(group):
     assert 1e6 < parallel.averaging_rate(parallel.Ranks(0, 1, torch.device("cpu"))) < 1e15
+
+
+def test_gradients_of_ddp_are_kept_in_its_buckets_alone(group):
+    model = torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.Linear(5, 2))
+    ddp = parallel.wrap_ddp(model, Config(compile=False), parallel.Ranks(0, 2, torch.device("cpu")))
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    places = []
+    for _ in range(3):
+        for last in (False, True):
+            with parallel.micro_batch(model, ddp, Config(), last):
+                ddp(torch.ones(4, 3)).sum().backward()
+            places.append({p.grad.untyped_storage().data_ptr() for p in model.parameters()})
+        assert all((p.grad != 0).all() for p in model.parameters())
+        optimizer.step()
+        parallel.zero_gradients(optimizer, ddp)
+        assert all((p.grad == 0).all() for p in model.parameters())
+    assert places[2:] == places[3:4] * 4 and len(places[3]) < len(places[0])  # from the second step on
+    parallel.zero_gradients(optimizer, model)
+    assert all(p.grad is None for p in model.parameters())
