@@ -10,7 +10,9 @@ import functools
 import gc
 import os
 import time
+import uuid
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -117,14 +119,39 @@ def start(device_type):
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
     if world_size > 1:
-        # torchrun's restarts share a store, and would find the addresses of the processes before them
         store, _, _ = next(dist.rendezvous("env://"))
-        store = dist.PrefixStore(f"start {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
         backend = "nccl" if device_type == "cuda" else "gloo"
         dist.init_process_group(
-            backend, store=store, rank=rank, world_size=world_size, device_id=device if backend == "nccl" else None
+            backend,
+            store=dist.PrefixStore(meet(store, rank, world_size), store),
+            rank=rank,
+            world_size=world_size,
+            timeout=timedelta(minutes=30),  # all wait while rank 0 checks tens of GB of a checkpoint
+            device_id=device if backend == "nccl" else None,
         )
     return Ranks(rank, world_size, device)
+
+
+def meet(store, rank, world_size):
+    """A name for this start of the ranks, the same on all of them and never used before.
+
+    torchrun's restarts share a store, where the addresses of the processes before them still are, and its count of
+    restarts differs from machine to machine. So rank 0 makes up a name and answers whoever calls it by that. Who has
+    read the name of the rank 0 before gets no answer, and looks again.
+    """
+    own = uuid.uuid4().hex
+    if rank == 0:
+        store.set("rank 0", own)
+        for other in range(1, world_size):
+            caller = store.get(f"{own} {other}").decode()
+            store.set(f"{own} {caller}", "welcome")
+        return own
+    while True:
+        name = store.get("rank 0").decode()
+        store.set(f"{name} {rank}", own)
+        with contextlib.suppress(dist.DistStoreError):
+            store.wait([f"{name} {own}"], timedelta(seconds=1))
+            return name
 
 
 def stop():

@@ -109,10 +109,11 @@ def launch():
 
 def restarted_run(config):
     """The name of the run that this launch of torchrun began before it restarted its processes, or None."""
-    if not int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)):
+    own = launch()
+    if own is None:
         return None
     folders = [path.parent for path in Path(config.log_dir).glob("*/config.json")]
-    return next((folder.name for folder in folders if facts_of(folder).get("launch") == launch()), None)
+    return next((folder.name for folder in folders if facts_of(folder).get("launch") == own), None)
 
 
 def differences(config, training):

@@ -319,11 +319,9 @@ def test_torchruns_restart_finds_the_run_that_it_began(tmp_path, monkeypatch):
     """Not another of its name or number, and not one of an earlier launch."""
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
     config = Config(log_dir=str(tmp_path))
-    for name, launch in (("old", "none-1-1"), ("mine", resume.launch())):
+    for name, launch, found in (("old", "none-1-1", (None, False)), ("mine", resume.launch(), ("mine", True))):
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text(json.dumps(dict(launch=launch)))
-    assert resume.run_before(config) == (None, False)  # the first start
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    assert resume.run_before(config) == ("mine", True)
+        assert resume.run_before(config) == found
     named = dataclasses.replace(config, run_name="old", resume="never")
     assert resume.run_before(named) == ("old", False)

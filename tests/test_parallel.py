@@ -1,5 +1,9 @@
+import time
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
+import torch.distributed as dist
 
 import parallel
 from cli import UserError
@@ -66,3 +70,18 @@ def test_gradients_of_ddp_are_kept_in_its_buckets_alone(group):
     assert places[2:] == places[3:4] * 4 and len(places[3]) < len(places[0])  # from the second step on
     parallel.zero_gradients(optimizer, model)
     assert all(p.grad is None for p in model.parameters())
+
+
+def test_ranks_meet_under_a_name_of_this_start():
+    """Although the store still has the one before, whose ranks some have called."""
+    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    clients = [dist.TCPStore("localhost", store.port, is_master=False) for _ in range(3)]
+    names = []
+    for _ in range(3):
+        with ThreadPoolExecutor() as pool:
+            others = [pool.submit(parallel.meet, clients[rank], rank, 3) for rank in (1, 2)]
+            time.sleep(0.2)  # they call the rank 0 before
+            found = {parallel.meet(store, 0, 3), *(other.result(20) for other in others)}
+        assert len(found) == 1
+        names += found
+    assert len(set(names)) == 3
