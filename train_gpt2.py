@@ -271,6 +271,7 @@ def train(config, ranks):
 
     if writer:
         writer.wait()
+    ranks.sum(0)  # none leaves before all is saved: a scheduler may end a job with the first of its processes
     if log:
         kept = next(iter(checkpoint.checkpoints(log.folder)), None)
         newest = f"the newest checkpoint is {kept}" if kept else "there is no checkpoint"

@@ -6,10 +6,12 @@
 #SBATCH --cpus-per-task=64
 #SBATCH --time=24:00:00
 #SBATCH --signal=B:USR1@180
+#SBATCH --requeue
 # From the project's folder, with its environment active: sbatch --nodes=2 docs/slurm.sh [flags of train_gpt2.py].
 # Three minutes before its time is over SLURM tells this script, which has every rank save and stop, and queues the job
 # again. It then goes on, because the run keeps its name.
 set -euo pipefail
+export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=170  # seconds to save in, from PyTorch 2.13 on; else 30
 
 first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 
@@ -21,7 +23,8 @@ again() {
 }
 trap again USR1
 
-srun --kill-on-bad-exit=1 torchrun \
+# torchrun ends with exit code 1 after a signal, and the other machines may still be writing
+srun --kill-on-bad-exit=0 --cpus-per-task="$SLURM_CPUS_PER_TASK" torchrun \
     --nnodes="$SLURM_NNODES" --nproc_per_node="${SLURM_GPUS_ON_NODE:-1}" --max-restarts=3 \
     --rdzv_backend=c10d --rdzv_endpoint="$first:29500" --rdzv_id="$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}" \
     train_gpt2.py --run_name "gpt2-$SLURM_JOB_ID" "$@" &
