@@ -26,7 +26,10 @@ def fit_device(config, device, reasons):
     if config.bf16_residual and config.autocast != "bf16":
         config.bf16_residual = False
         reasons.append("bf16_residual is off: it goes with --autocast bf16")
-    if config.bf16_residual and device.type == "cpu":
+    if not config.bf16_residual and config.autocast == "bf16" and config.parallel != "ddp":
+        config.bf16_residual = True
+        reasons.append(f"bf16_residual is on: {config.parallel} gathers the embeddings in bf16")
+    if config.bf16_residual and device.type == "cpu" and config.parallel == "ddp":
         config.bf16_residual = False
         reasons.append("bf16_residual is off: it is for GPUs, a CPU's LayerNorm and additions are faster in float32")
     for name in ("fused_loss", "fused_gelu", "packed_attention", "fp8", "autotune"):

@@ -95,7 +95,11 @@ def load(folder, targets, optional=()):
     whole = {name: torch.empty(saved[name].size) for name in padded}
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one process is enough
-        dcp.load({**targets, **found, **whole}, storage_reader=reader, no_dist=not dist.is_initialized())
+        try:
+            dcp.load({**targets, **found, **whole}, storage_reader=reader, no_dist=not dist.is_initialized())
+        except CheckpointException as raised:
+            culprit, (cause, _) = next(iter(raised.failures.items()))
+            raise UserError(f"rank {culprit} cannot read {folder}: {first_line(cause)}") from raised
     for name, target in padded.items():
         rows = whole[name][: len(target)].to(target.device)
         full = torch.cat((rows, rows.new_zeros(len(target) - len(rows), *rows.shape[1:])))

@@ -233,3 +233,5 @@ def test_bf16_residual_is_for_gpus(monkeypatch):
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: dict(avx512_bf16=True))
     config, reasons = resolved(autocast="bf16")
     assert config.autocast == "bf16" and not config.bf16_residual and "bf16_residual is off: it is for GPUs" in reasons
+    config, reasons = resolved(2, autocast="bf16", parallel="zero3", bf16_residual=False)
+    assert config.bf16_residual and "bf16_residual is on: zero3 gathers the embeddings in bf16" in reasons

@@ -108,8 +108,11 @@ def test_every_layout_trains_and_resumes_as_one_rank_does(train, train_several, 
     # damage is said in one line
     piece = next((runs[1] / "checkpoint_000004").glob("shard-00003-*"))
     piece.write_bytes(piece.read_bytes()[:-1] + b"x")
-    done = train("again", *flags, "--resume", runs[1] / "checkpoint_000004", fails=True)
-    expect_error(done, "checkpoint_000004 is damaged: shard-00003-", "is not what was written")
+    for done in (
+        train("again", *flags, "--resume", runs[1] / "checkpoint_000004", fails=True),
+        command("export.py", runs[1] / "checkpoint_000004", "damaged"),
+    ):
+        expect_error(done, "checkpoint_000004 is damaged: shard-00003-", "is not what was written")
     piece.unlink()
     expect_error(command("sample.py", runs[1] / "checkpoint_000004"), "is damaged: shard-00003-", "is missing")
 
