@@ -95,6 +95,7 @@ def main():
         mfu = f", MFU {rate * flops_per_token(model, T) / (peak * 1e12 * ranks.world_size):.1%}" if peak else ""
         print(f"{rate:,.0f} tokens/sec, {1000 * step:.2f} ms a step{mfu}, peak memory {peak_memory(device):.2f} GB")
         devices = f"{ranks.world_size} × {environment(device)['hardware']}"
+        devices += f", {parallel.in_words(config, ranks)}" if ranks.world_size > 1 else ""
         print(f"first step {seconds[0]:.1f} s; {devices}; PyTorch {torch.__version__}")
     del forward
     parallel.stop()

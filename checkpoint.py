@@ -272,7 +272,12 @@ def read_training(folder):
 
 def verify(folder):
     """Raises UserError when a file of a checkpoint is not byte for byte what was written."""
-    for name, expected in read_training(folder)["sha256"].items():
+    compare(folder, read_training(folder)["sha256"])
+
+
+def compare(folder, hashes):
+    """Raises UserError when one of a folder's files, {name: SHA-256}, is missing or has another hash."""
+    for name, expected in hashes.items():
         path = Path(folder) / name
         try:
             found = digest(path)
@@ -280,6 +285,15 @@ def verify(folder):
             raise UserError(f"{folder} is damaged: {name}: {error.strerror}") from error
         if found != expected:
             raise UserError(f"{folder} is damaged: {name} is not what was written")
+
+
+def hashes_of(folder):
+    """A checkpoint's files and their SHA-256; nothing for another folder, whose weights can be read all the same."""
+    try:
+        hashes = json.loads((Path(folder) / TRAINING).read_text())["sha256"]
+        return hashes if isinstance(hashes, dict) else {}
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}
 
 
 def set_random_state(states, device):
@@ -293,10 +307,11 @@ def set_random_state(states, device):
 # The model alone
 
 
-def load_model(name, **options):
+def load_model(name, verified=False, **options):
     """The GPT in a checkpoint, in a Hugging Face folder, on the hub, or in a .pt of nanoGPT or build-nanogpt.
 
-    options: GPT.from_pretrained's. Raises UserError when there is none.
+    verified: a checkpoint's hashes were compared already. options: GPT.from_pretrained's.
+    Raises UserError when there is none, or it is damaged.
     """
     if nanogpt.is_torch_file(name):
         with explained(name):
@@ -305,11 +320,12 @@ def load_model(name, **options):
             model.load_hugging_face(weights)
             return model
     config = load_config(name)
-    if any(sharded.is_piece(path.name) for path in Path(name).glob("*")):
+    in_pieces = any(sharded.is_piece(path.name) for path in Path(name).glob("*"))
+    if not verified:
+        compare(name, {file: value for file, value in hashes_of(name).items() if in_pieces or file == WEIGHTS})
+    if in_pieces:
         model = GPT(dataclasses.replace(config, **options))
         weights = {name: stored(name, parameter.detach()) for name, parameter in model.named_parameters()}
-        if missing := [file for file in read_training(name)["sha256"] if not (Path(name) / file).exists()]:
-            raise UserError(f"{name} is damaged: {missing[0]} is missing")
         with explained(name):
             sharded.load(name, weights)
         return model

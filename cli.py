@@ -73,9 +73,10 @@ def parse(config_type, default=None):
         if stop.code == 0:  # --help
             raise
     text = re.sub(r"[─│╭╮╰╯]+", " ", complaint.getvalue())
-    text = re.sub(r"For full helptext.*", "", text)
+    text = re.sub(r"For full helptext.*|\(required\).*|\S+\.py --help", "", text)
     lines = [" ".join(line.split()) for line in text.splitlines() if line.strip()]
-    raise UserError(" ".join(lines[1:]) + "; see --help")  # without the box's title
+    text = re.split(r"\.? Got errors:|\.? Argument helptext:", " ".join(lines[1:]))[0]  # without the box's title
+    raise UserError(text.rstrip(". ") + "; see --help")
 
 
 def run(main):

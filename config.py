@@ -282,6 +282,8 @@ def resolve(config, ranks, pretrained=None, resumed=None, step=0):
         new.device = ranks.device.type
     fit_ranks(new, ranks, reasons)
     fit_device(new, ranks.device, reasons)
+    if new.parallel != "ddp" and new.autocast == "fp16":
+        raise UserError(f"--autocast fp16 scales its gradients, which goes with --parallel ddp, not {new.parallel}")
 
     share = new.seq_len * ranks.world_size  # tokens in one sequence on every rank
     if new.micro_batch_size is None:
@@ -321,7 +323,7 @@ def fit_ranks(config, ranks, reasons):
     if ranks.world_size == 1:
         if config.parallel != "ddp":
             config.parallel, config.shard_ranks = "ddp", None
-            reasons.append("parallel is off: there is one rank")
+            reasons.append("parallel is off: there is one rank (torchrun starts several)")
         if config.bf16_gradients:
             config.bf16_gradients = False
             reasons.append("bf16_gradients is off: there is one rank")
@@ -342,12 +344,16 @@ def fit_ranks(config, ranks, reasons):
             )
     if config.parallel == "hsdp":
         config.shard_ranks = row_length(config, ranks)
+        differences = ranks.sum(config.shard_ranks - ranks.min(config.shard_ranks))
+        if any(differences):
+            raise UserError("the machines have different numbers of ranks: say how many hold a copy, --shard_ranks")
         if ranks.world_size % config.shard_ranks:
-            raise UserError(f"--shard_ranks {config.shard_ranks} does not divide the {ranks.world_size} ranks")
+            fits = [size for size in range(2, ranks.world_size + 1) if ranks.world_size % size == 0]
+            raise UserError(
+                f"--shard_ranks {config.shard_ranks} does not divide the {ranks.world_size} ranks: try one of {fits}"
+            )
         if ranks.world_size == config.shard_ranks:
             reasons.append("hsdp is zero3 here: one copy takes all ranks")
-    if config.parallel != "ddp" and config.autocast == "fp16":
-        raise UserError(f"--autocast fp16 scales its gradients, which goes with --parallel ddp, not {config.parallel}")
 
 
 def check_given(arguments, reasons):

@@ -32,8 +32,6 @@ def main():
     out = Path(flags.out)
     if out.exists():
         raise UserError(f"{out} is there already: choose another name, or delete it")
-    if (Path(flags.model) / checkpoint.TRAINING).is_file():
-        checkpoint.verify(flags.model)
     model = checkpoint.load_model(flags.model)
     unfinished = out.with_name(out.name + ".unfinished")
     try:

@@ -28,6 +28,9 @@ class Interrupt:
         if not self.name:
             self.name, self._when = signal.Signals(number).name, time.monotonic()
             if os.environ.get("RANK", "0") == "0":
+                # under torchrun Ctrl-C does not come here, and the second one makes torchrun send SIGTERM
+                torchrun = "TORCHELASTIC_RUN_ID" in os.environ
+                hint = "" if torchrun else "; Ctrl-C again ends at once, and saves nothing"
                 # not print, which may be what was interrupted; and whoever reads it may have got the signal, too
                 with contextlib.suppress(OSError):
-                    os.write(2, f"{self.name}: stopping; Ctrl-C again ends at once, and saves nothing\n".encode())
+                    os.write(2, f"{self.name}: stopping{hint}\n".encode())

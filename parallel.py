@@ -169,6 +169,14 @@ def stop():
 # The model over the ranks
 
 
+def in_words(config, ranks):
+    """How the model is spread over the ranks, for a person."""
+    words = config.parallel
+    if config.parallel == "hsdp":
+        words += f", {ranks.world_size // config.shard_ranks} copies on {config.shard_ranks} ranks each"
+    return words + (", gradients averaged in bf16" if config.bf16_gradients else "")
+
+
 def row_length(config, ranks):
     """How many ranks hold one copy of the weights between them."""
     machine = int(os.environ.get("LOCAL_WORLD_SIZE", 1))

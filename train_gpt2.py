@@ -108,7 +108,7 @@ def train(config, ranks):
     torch.manual_seed(config.seed)
     switches = {name: getattr(config, name) for name in MODEL_SWITCHES}
     if pretrained:
-        model = checkpoint.load_model(start_from, **switches)
+        model = checkpoint.load_model(start_from, verified=bool(resumed), **switches)
     else:
         sizes = dict(n_layer=config.n_layer, n_head=config.n_head, n_embd=config.n_embd)
         model = GPT(GPTConfig(seq_len=T, **sizes, **switches))
@@ -157,7 +157,7 @@ def train(config, ranks):
     if config.checkpoint_every and device.type == "cuda":
         checkpoint.snapshot(model, optimizer, ranks)  # page-locked memory takes its time now, not at a checkpoint
     evaluated = resumed and training["evaluated"]  # this step has been, before the run was resumed
-    val_losses = []
+    val_losses = {}  # by step
     bad_steps = 0  # in a row
     clock = None  # when the first step, which compiles, was over
     loader_state = loader.state()
@@ -173,7 +173,7 @@ def train(config, ranks):
             start = time.perf_counter()
             with parallel.gathered(model, config):
                 val_loss = validation_loss(losses_of, val_stream, config, ranks)
-            val_losses.append(val_loss)
+            val_losses[step] = val_loss
             if log:
                 text = f"validation loss {val_loss:.4f}"
                 log.evaluation(step, tokens, "val", val_loss, text, time.perf_counter() - start, val_loss=val_loss)
@@ -287,11 +287,15 @@ def train(config, ranks):
             raise UserError(f"step {step} is not saved{why}; {newest}; {hint}")
         if stopping:
             print(
-                f"{interrupt.name or 'stopped'}: stopped before step {step}; "
+                f"{interrupt.name or 'a signal to another rank'}: stopped before step {step}; "
                 + (f"--resume auto --run_name {config.run_name} goes on from {kept}" if kept else "no checkpoint")
             )
         if len(val_losses) > 1:
-            print(f"validation loss {val_losses[0]:.4f} -> {val_losses[-1]:.4f} in {step} steps, {tokens:,} tokens")
+            first, *_, last = val_losses
+            print(
+                f"validation loss {val_losses[first]:.4f} -> {val_losses[last]:.4f} in {last - first} steps; "
+                f"{tokens:,} tokens in all"
+            )
         print(f"peak memory {peak_memory(device):.2f} GB")
         print(f"log: {log.folder}/ (log.txt, metrics.jsonl, config.json); watch: {log.where_to_watch()}")
         if config.demo:
@@ -346,6 +350,8 @@ def print_plan(config, reasons, model, ranks, train_stream, val_stream, hellaswa
     total = micro_steps * config.micro_batch_size * config.seq_len * ranks.world_size
     switches = {name: getattr(config, name) for name in ("tf32", "compile", *MODEL_SWITCHES, "fp8", "fused_adamw")}
     switches[f"autocast {config.autocast}"] = config.autocast != "off"
+    if config.activation_checkpointing != "off":
+        switches[f"activation_checkpointing {config.activation_checkpointing}"] = True
     off = ", ".join(name.removesuffix(" off") for name, on in switches.items() if not on)
     peak = f"{log.peak_flops / 1e12 / ranks.world_size:g} TFLOP/s a device" if log.peak_flops else None
     lines = [
@@ -365,6 +371,7 @@ def print_plan(config, reasons, model, ranks, train_stream, val_stream, hellaswa
             f"{accumulated} accumulated × {ranks.world_size} ranks"
             + (f", reached after {config.batch_warmup_steps} steps" if config.batch_warmup_steps else ""),
         ),
+        *([("parallel", parallel.in_words(config, ranks))] if ranks.world_size > 1 else ()),
         ("training", f"{config.max_steps:,} steps, {total:,} tokens, {total / train_stream.total:.2f} epochs"),
         ("on", ", ".join(name for name, on in switches.items() if on) + (f" (off: {off})" if off else "")),
         (
