@@ -344,8 +344,7 @@ def fit_ranks(config, ranks, reasons):
             )
     if config.parallel == "hsdp":
         config.shard_ranks = row_length(config, ranks)
-        differences = ranks.sum(config.shard_ranks - ranks.min(config.shard_ranks))
-        if any(differences):
+        if ranks.sum(config.shard_ranks - ranks.min(config.shard_ranks))[0]:
             raise UserError("the machines have different numbers of ranks: say how many hold a copy, --shard_ranks")
         if ranks.world_size % config.shard_ranks:
             fits = [size for size in range(2, ranks.world_size + 1) if ranks.world_size % size == 0]
