@@ -52,8 +52,7 @@ def write(folder, tensors, group):
             flush_to_disk(path)
             hashes[path.name] = digest(path)
     except CheckpointException as raised:
-        culprit, (cause, _) = next(iter(raised.failures.items()))
-        error = f"rank {culprit}: {first_line(cause)}"
+        error = first_failure(raised)
     except (OSError, SafetensorError) as raised:
         error = f"rank {rank}: {first_line(raised)}"
     reports = [None] * dist.get_world_size(group)
@@ -61,6 +60,12 @@ def write(folder, tensors, group):
     if errors := [error for error, _ in reports if error]:
         raise OSError(errors[0])
     return {name: value for _, hashes in reports for name, value in hashes.items()}
+
+
+def first_failure(error):
+    """What one of the ranks says, in one line."""
+    rank, (cause, _) = next(iter(error.failures.items()))
+    return f"rank {rank}: {first_line(cause)}"
 
 
 def check_written(path, written):
@@ -98,8 +103,7 @@ def load(folder, targets, optional=()):
         try:
             dcp.load({**targets, **found, **whole}, storage_reader=reader, no_dist=not dist.is_initialized())
         except CheckpointException as raised:
-            culprit, (cause, _) = next(iter(raised.failures.items()))
-            raise UserError(f"rank {culprit} cannot read {folder}: {first_line(cause)}") from raised
+            raise UserError(f"cannot read {folder}: {first_failure(raised)}") from raised
     for name, target in padded.items():
         rows = whole[name][: len(target)].to(target.device)
         full = torch.cat((rows, rows.new_zeros(len(target) - len(rows), *rows.shape[1:])))
