@@ -15,6 +15,7 @@ from tqdm import trange
 
 import parallel
 import products
+import sharded
 from cli import UserError, parse, run
 from config import MODEL_SWITCHES, SETTLING_STEPS, Config, check_given, defaults, resolve
 from device import be_deterministic
@@ -53,9 +54,11 @@ def main():
     scaler = torch.amp.GradScaler(device.type, enabled=config.autocast == "fp16")
     torch.manual_seed(config.seed)
     sizes = dict(n_layer=config.n_layer, n_head=config.n_head, n_embd=config.n_embd)
-    model = GPT(GPTConfig(seq_len=T, **sizes, **{name: getattr(config, name) for name in MODEL_SWITCHES}))
+    with torch.device("meta"):
+        model = GPT(GPTConfig(seq_len=T, **sizes, **{name: getattr(config, name) for name in MODEL_SWITCHES}))
     parallel.checkpoint_activations(model, config.activation_checkpointing)
     parallel.place(model, config, ranks)
+    model.init_weights(sharded.fill)
     if config.fp8:
         import fp8
 

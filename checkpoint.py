@@ -17,13 +17,13 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from safetensors import SafetensorError
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 import nanogpt
 import sharded
 from cli import UserError, first_line, hub_errors
 from files import digest, flush_to_disk
-from model import GPT, GPTConfig, stored, to_host
+from model import GPT, GPTConfig, find_file, stored, to_host
 from tokenizer import VOCAB_SIZE, save_tokenizer
 
 MOMENTS = ("exp_avg", "exp_avg_sq")  # AdamW's
@@ -307,30 +307,33 @@ def set_random_state(states, device):
 # The model alone
 
 
-def load_model(name, verified=False, **options):
+def load_model(name, **options):
     """The GPT in a checkpoint, in a Hugging Face folder, on the hub, or in a .pt of nanoGPT or build-nanogpt.
 
-    verified: a checkpoint's hashes were compared already. options: GPT.from_pretrained's.
-    Raises UserError when there is none, or it is damaged.
+    options: GPTConfig's, but for the sizes. Raises UserError when there is none, or it is damaged.
     """
-    if nanogpt.is_torch_file(name):
-        with explained(name):
-            sizes, weights = nanogpt.load(name)
-            model = GPT(GPTConfig(**sizes, **options))
-            model.load_hugging_face(weights)
-            return model
-    config = load_config(name)
+    with torch.device("meta"):
+        model = GPT(dataclasses.replace(load_config(name), **options))
+    model.to_empty(device="cpu")
+    load_weights(name, model)
+    return model
+
+
+def load_weights(name, model, verified=False):
+    """Copy the weights of what load_model takes into a GPT of its sizes, which may be in pieces over the ranks.
+
+    verified: a checkpoint's hashes were compared already. Raises as load_model.
+    """
     in_pieces = any(sharded.is_piece(path.name) for path in Path(name).glob("*"))
     if not verified:
         compare(name, {file: value for file, value in hashes_of(name).items() if in_pieces or file == WEIGHTS})
-    if in_pieces:
-        model = GPT(dataclasses.replace(config, **options))
-        weights = {name: stored(name, parameter.detach()) for name, parameter in model.named_parameters()}
-        with explained(name):
-            sharded.load(name, weights)
-        return model
     with explained(name):
-        return GPT.from_pretrained(name, **options)
+        if nanogpt.is_torch_file(name):
+            model.load_hugging_face(nanogpt.load(name)[1], sharded.fill)
+        elif in_pieces:
+            sharded.load(name, {own: stored(own, each.detach()) for own, each in model.named_parameters()})
+        else:
+            model.load_hugging_face(load_file(find_file(name, WEIGHTS)), sharded.fill)
 
 
 def load_config(name):

@@ -162,7 +162,7 @@ class GPT(nn.Module):
                 f"n_embd {config.n_embd} cannot be divided into n_head {config.n_head} heads of equal width"
             )
         self.config = config
-        with torch.device("meta"):  # shapes only: init_weights draws each weight, once
+        with torch.device("meta"):  # shapes only
             self.transformer = nn.ModuleDict(
                 dict(
                     wte=nn.Embedding(config.table_rows, config.n_embd),
@@ -171,23 +171,27 @@ class GPT(nn.Module):
                     ln_f=nn.LayerNorm(config.n_embd),
                 )
             )
-        self.to_empty(device=torch.get_default_device())
-        self.init_weights()
+        if torch.get_default_device().type != "meta":  # else weights come when they are in their place: to_empty()
+            self.to_empty(device=torch.get_default_device())
+            self.init_weights()
 
     @torch.no_grad()
-    def init_weights(self):
-        """N(0, 0.02), biases 0; projections into the residual stream, where 2L of them add up, N(0, 0.02/√(2L))."""
+    def init_weights(self, fill=torch.Tensor.copy_):
+        """N(0, 0.02), biases 0; projections into the residual stream, where 2L of them add up, N(0, 0.02/√(2L)).
+
+        All are drawn in host memory, one after the other: they depend on the seed, and on no device. fill(parameter,
+        weight) takes each to where it belongs.
+        """
         for name, parameter in self.named_parameters():
-            if name.endswith("bias"):
-                nn.init.zeros_(parameter)
-            elif parameter.dim() == 1:  # LayerNorm
-                nn.init.ones_(parameter)
-            elif name.endswith("c_proj.weight"):
-                nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * self.config.n_layer))
-            else:  # rows of padding are 0, and the others what they are without padding
-                rows = self.config.vocab_size if name.endswith("wte.weight") else len(parameter)
-                nn.init.normal_(parameter[:rows], std=0.02)
-                nn.init.zeros_(parameter[rows:])
+            weight = torch.zeros(parameter.shape, device="cpu")
+            if name.endswith("c_proj.weight"):
+                weight.normal_(std=0.02 / math.sqrt(2 * self.config.n_layer))
+            elif weight.dim() == 2:  # rows of padding stay 0, and the others are what they are without padding
+                rows = self.config.vocab_size if name.endswith("wte.weight") else len(weight)
+                weight[:rows].normal_(std=0.02)
+            elif name.endswith("weight"):  # LayerNorm
+                weight.fill_(1)
+            fill(parameter, weight)
 
     def num_params(self):
         """Trainable numbers, the embedding that is also the head counted once, its padding not at all."""
@@ -253,7 +257,9 @@ class GPT(nn.Module):
         """
         from safetensors.torch import load_file
 
-        model = cls(cls.pretrained_config(name, **options))
+        with torch.device("meta"):
+            model = cls(cls.pretrained_config(name, **options))
+        model.to_empty(device=torch.get_default_device())
         model.load_hugging_face(load_file(find_file(name, "model.safetensors")))
         return model
 
@@ -319,8 +325,8 @@ class GPT(nn.Module):
         return weights
 
     @torch.no_grad()
-    def load_hugging_face(self, weights):
-        """Copy in weights, a dict as to_hugging_face gives it; names may lack "transformer.".
+    def load_hugging_face(self, weights, fill=torch.Tensor.copy_):
+        """Copy in weights, a dict as to_hugging_face gives it; names may lack "transformer.". fill: as init_weights'.
 
         Raises ValueError when one is missing or has another shape.
         """
@@ -330,14 +336,11 @@ class GPT(nn.Module):
             if weight is None:
                 raise ValueError(f"the weights lack {name}")
             weight = stored(name, weight)
-            if name.endswith("wte.weight"):
-                parameter.zero_()
-                parameter = parameter[: self.config.vocab_size]
-            if weight.shape != parameter.shape:
-                raise ValueError(
-                    f"{name} is {tuple(weight.shape)} in the weights, {tuple(parameter.shape)} in the model"
-                )
-            parameter.copy_(weight)
+            padding = self.config.table_rows - self.config.vocab_size if name.endswith("wte.weight") else 0
+            shape = (len(parameter) - padding, *parameter.shape[1:])
+            if weight.shape != shape:
+                raise ValueError(f"{name} is {tuple(weight.shape)} in the weights, {shape} in the model")
+            fill(parameter, F.pad(weight, (0, 0, 0, padding)) if padding else weight)
 
 
 def stored(name, weight):

@@ -187,8 +187,7 @@ def shard(model, config, ranks):
     """Spread a GPT's weights, gradients and AdamW's state over the ranks (Rajbhandari et al. 2020, "ZeRO"), in place.
 
     Each piece is gathered in bf16 before it computes, block by block while the one before is at work, and float32 stays
-    in the shards. zero2 keeps what it has gathered until the step ends; zero3 and hsdp let go of it at once. The model
-    may be in host memory: it goes to the devices a block at a time.
+    in the shards. zero2 keeps what it has gathered until the step ends; zero3 and hsdp let go of it at once.
     https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html
     """
     size = row_length(config, ranks)
@@ -205,11 +204,11 @@ def shard(model, config, ranks):
 
 
 def place(model, config, ranks):
-    """Put a GPT where it trains: whole on the rank's device with ddp, else in pieces over the ranks."""
-    if config.parallel == "ddp":
-        model.to(ranks.device)
-    else:
+    """Give a GPT on the device "meta" memory where it trains: with ddp for all of it on every rank's device, else for a
+    piece of it. sharded.fill() puts weights there."""
+    if config.parallel != "ddp":
         shard(model, config, ranks)
+    model.to_empty(device=ranks.device)
 
 
 def lets_go(part, model, config):

@@ -79,6 +79,13 @@ def local(tensor):
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def fill(tensor, whole):
+    """Copy a whole tensor, the same on all ranks, into one of which this rank may have a piece."""
+    if isinstance(tensor, DTensor):
+        whole = distribute_tensor(whole, tensor.device_mesh, tensor.placements, src_data_rank=None)
+    tensor.copy_(whole)
+
+
 def load(folder, targets, optional=()):
     """Copy a checkpoint's tensors into targets, {name: tensor or DTensor} on any device, of which each rank reads its
     part. Those of the embedding may have more rows than what was saved, or fewer: pad_vocab's.
@@ -106,8 +113,5 @@ def load(folder, targets, optional=()):
             raise UserError(f"cannot read {folder}: {first_failure(raised)}") from raised
     for name, target in padded.items():
         rows = whole[name][: len(target)].to(target.device)
-        full = torch.cat((rows, rows.new_zeros(len(target) - len(rows), *rows.shape[1:])))
-        if isinstance(target, DTensor):
-            full = distribute_tensor(full, target.device_mesh, target.placements, src_data_rank=None)
-        target.copy_(full)
+        fill(target, torch.cat((rows, rows.new_zeros(len(target) - len(rows), *rows.shape[1:]))))
     return found

@@ -12,6 +12,7 @@ import contextlib
 import math
 import sys
 import time
+from dataclasses import replace
 
 import torch
 
@@ -24,6 +25,7 @@ import parallel
 import products
 import profiler
 import resume
+import sharded
 from cli import UserError, parse, run
 from config import MODEL_SWITCHES, Config, check_given, defaults, resolve
 from data import Loader, TokenStream
@@ -106,16 +108,17 @@ def train(config, ranks):
     # Model: `model` is the plain module, which is saved and sampled from; `forward` computes with the same weights
 
     torch.manual_seed(config.seed)
-    switches = {name: getattr(config, name) for name in MODEL_SWITCHES}
-    if pretrained:
-        model = checkpoint.load_model(start_from, verified=bool(resumed), **switches)
-    else:
-        sizes = dict(n_layer=config.n_layer, n_head=config.n_head, n_embd=config.n_embd)
-        model = GPT(GPTConfig(seq_len=T, **sizes, **switches))
+    sizes = pretrained or GPTConfig(seq_len=T, n_layer=config.n_layer, n_head=config.n_head, n_embd=config.n_embd)
+    with torch.device("meta"):  # shapes only, since all weights together may be more than a rank has memory for
+        model = GPT(replace(sizes, **{name: getattr(config, name) for name in MODEL_SWITCHES}))
     # activation_checkpointing: less memory, so a larger model or micro-batch, for up to a third more computation
     parallel.checkpoint_activations(model, config.activation_checkpointing)
     # parallel: zero2, zero3 and hsdp leave each rank a part of the weights; with ddp it has all
     parallel.place(model, config, ranks)
+    if pretrained:
+        checkpoint.load_weights(start_from, model, verified=bool(resumed))
+    else:
+        model.init_weights(sharded.fill)
     # fp8: the blocks' products in 8 bits, at twice the rate; tensors need scales, which follow the values they had
     if config.fp8:
         import fp8

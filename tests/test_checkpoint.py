@@ -29,7 +29,9 @@ def test_what_is_saved_comes_back(tmp_path):
     assert (tokenizer.eos_token_id, len(tokenizer)) == (END_OF_TEXT, VOCAB_SIZE)
     assert all(path.stat().st_mode & 0o044 for path in folder.iterdir())  # others may read it
     x = torch.randint(VOCAB_SIZE, (2, 16))
+    random = torch.get_rng_state()
     assert torch.equal(checkpoint.load_model(folder)(x), model(x))
+    assert torch.equal(torch.get_rng_state(), random)  # no weights are drawn that others replace
     torch.testing.assert_close(checkpoint.load_model(folder, flash=False, pad_vocab=False)(x), model(x))
 
 

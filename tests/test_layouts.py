@@ -121,8 +121,10 @@ def test_every_layout_trains_and_resumes_as_one_rank_does(train, train_several, 
 @pytest.mark.parametrize("layout", ["ddp", "zero3"])
 def test_training_goes_on_while_a_snapshot_is_written(group, layout):
     config, ranks = Config(parallel=layout, autocast="off", lr=0.1), parallel.Ranks(0, 1, torch.device("cpu"))
-    model = GPT(GPTConfig(seq_len=32, n_layer=1, n_head=2, n_embd=32))
+    with torch.device("meta"):
+        model = GPT(GPTConfig(seq_len=32, n_layer=1, n_head=2, n_embd=32))
     parallel.place(model, config, ranks)
+    model.init_weights(sharded.fill)
     optimizer = make_optimizer(model, config)
     snapshots = []
     for _ in range(2):
