@@ -141,10 +141,12 @@ def train(config, ranks):
     # ------------------------------------------------------------------------------------------------------------------
     # The plan
 
+    step = training["step"] if resumed else 0  # updates so far
+    tokens = training["tokens"] if resumed else 0  # trained on so far
     # rank 0 alone keeps the log
     log = ranks.on_main(lambda: RunLog(config, device, ranks.world_size, flops_per_token(model, T), resumed, training))
     if log:
-        print_plan(config, reasons, model, ranks, train_stream, val_stream, hellaswag, log)
+        print_plan(config, reasons, step, tokens, model, ranks, train_stream, val_stream, hellaswag, log)
     smaller = "use --activation_checkpointing full, --parallel zero3 on several GPUs, or a smaller --seq_len or --model"
     cli.out_of_memory_hint = f"use --micro_batch_size {B // 2}" if B > 1 else smaller
     tracer = profiler.start(config, model.config, log) if log and config.profile else None
@@ -152,8 +154,6 @@ def train(config, ranks):
     # ------------------------------------------------------------------------------------------------------------------
     # The loop
 
-    step = training["step"] if resumed else 0  # updates so far
-    tokens = training["tokens"] if resumed else 0  # trained on so far
     saved = step  # the last step that a checkpoint has; there is nothing to save before the first
     pending = False  # a checkpoint is due, and waits for a step that is not bad
     writer = checkpoint.start_writer(config, step, ranks)
@@ -343,14 +343,14 @@ def validation_loss(losses_of, stream, config, ranks):
     return ranks.sum(total)[0] / (sequences * T)
 
 
-def print_plan(config, reasons, model, ranks, train_stream, val_stream, hellaswag, log):
+def print_plan(config, reasons, step, tokens, model, ranks, train_stream, val_stream, hellaswag, log):
     """What is about to run, before it does."""
     facts = log.facts
     accumulated = accumulation_steps(config.batch_warmup_steps, config, ranks.world_size)
-    growing = min(config.batch_warmup_steps, config.max_steps)
-    micro_steps = sum(accumulation_steps(step, config, ranks.world_size) for step in range(growing))
-    micro_steps += (config.max_steps - growing) * accumulated
-    total = micro_steps * config.micro_batch_size * config.seq_len * ranks.world_size
+    full = max(step, min(config.batch_warmup_steps, config.max_steps))  # from here on steps have the whole batch
+    micro_steps = sum(accumulation_steps(s, config, ranks.world_size) for s in range(step, full))
+    micro_steps += max(0, config.max_steps - full) * accumulated
+    total = tokens + micro_steps * config.micro_batch_size * config.seq_len * ranks.world_size
     switches = {name: getattr(config, name) for name in ("tf32", "compile", *MODEL_SWITCHES, "fp8", "fused_adamw")}
     switches[f"autocast {config.autocast}"] = config.autocast != "off"
     if config.activation_checkpointing != "off":

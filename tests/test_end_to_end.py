@@ -170,7 +170,8 @@ def test_a_checkpoint_goes_everywhere(train, command):
 
 
 def test_the_plan_says_what_runs(train):
-    text = (train("plan", "--val_every", 3) / "output.txt").read_text()
+    run = train("plan", "--val_every", 3, "--checkpoint_every", 3)
+    text = (run / "output.txt").read_text()
     for line in (
         r"device +1 × .*PyTorch",
         r"model +2 layers, 2 heads, 32 wide; 1,6\d\d,\d{3} parameters",
@@ -182,6 +183,8 @@ def test_the_plan_says_what_runs(train):
         r"validation loss 10\.\d{4} -> 10\.\d{4} in 3 steps; 768 tokens in all",
     ):
         assert re.search(line, text), line
+    more = ("--resume", run / "checkpoint_000003", "--max_steps", 5, "--total_batch_size", 512)
+    assert re.search(r"training +5 steps, 1,792 tokens, 0.43 epochs", (train("more", *more) / "output.txt").read_text())
 
 
 def test_bad_runs_end_in_one_line(train, tmp_path):
