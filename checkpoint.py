@@ -312,9 +312,11 @@ def load_model(name, **options):
 
     options: GPTConfig's, but for the sizes. Raises UserError when there is none, or it is damaged.
     """
-    with torch.device("meta"):
-        model = GPT(dataclasses.replace(load_config(name), **options))
-    model.to_empty(device="cpu")
+    config = dataclasses.replace(load_config(name), **options)
+    with explained(name):
+        with torch.device("meta"):
+            model = GPT(config)
+        model.to_empty(device="cpu")
     load_weights(name, model)
     return model
 

@@ -42,6 +42,10 @@ class GPTConfig:
     fused_gelu: bool = False  # by cuBLASLt
     packed_attention: bool = False  # flash attention through cuDNN's front end; for use under autocast
 
+    def __post_init__(self):
+        if self.n_embd % self.n_head:
+            raise ValueError(f"n_embd {self.n_embd} cannot be divided into n_head {self.n_head} heads of equal width")
+
     @property
     def table_rows(self):
         """Rows of the embedding table: vocab_size, or with pad_vocab the next multiple of 128."""
@@ -157,10 +161,6 @@ class PastKeysValues:
 class GPT(nn.Module):
     def __init__(self, config):
         super().__init__()
-        if config.n_embd % config.n_head:
-            raise ValueError(
-                f"n_embd {config.n_embd} cannot be divided into n_head {config.n_head} heads of equal width"
-            )
         self.config = config
         with torch.device("meta"):  # shapes only
             self.transformer = nn.ModuleDict(

@@ -35,7 +35,7 @@ def load(path):
             saved = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         state, config = saved["model"], saved.get("model_args") or vars(saved["config"])
         for wrapper in ("_orig_mod.", "module."):  # torch.compile's and DDP's
-            state = {name.removeprefix(wrapper): weight for name, weight in state.items()}
+            state = {name.removeprefix(wrapper): weight.detach() for name, weight in state.items()}
         C, T = state["transformer.wte.weight"].size(1), state["transformer.wpe.weight"].size(0)
         layers = 1 + max(int(name.split(".")[2]) for name in state if name.startswith("transformer.h."))
         sizes = dict(seq_len=T, vocab_size=VOCAB_SIZE, n_layer=layers, n_head=int(config["n_head"]), n_embd=C)

@@ -204,8 +204,8 @@ def shard(model, config, ranks):
 
 
 def place(model, config, ranks):
-    """Give a GPT on the device "meta" memory where it trains: with ddp for all of it on every rank's device, else for a
-    piece of it. sharded.fill() puts weights there."""
+    """Allocate a GPT where it trains: with ddp all of it on every rank's device, else a piece of it. It may be on the
+    device "meta"; what weights it had are lost, and sharded.fill() brings others."""
     if config.parallel != "ddp":
         shard(model, config, ranks)
     model.to_empty(device=ranks.device)

@@ -4,6 +4,7 @@ Whoever reads them takes the parts that it needs, whatever it was that wrote the
 rank that had all. Documentation: https://docs.pytorch.org/docs/stable/distributed.checkpoint.html
 """
 
+import math
 import warnings
 from pathlib import Path
 
@@ -97,6 +98,9 @@ def load(folder, targets, optional=()):
     saved = reader.read_metadata().state_dict_metadata
     if missing := targets.keys() - saved.keys():
         raise UserError(f"{folder} has no {min(missing)}: it is another model's")
+    for name in targets:
+        if sum(math.prod(piece.sizes) for piece in saved[name].chunks) < math.prod(saved[name].size):
+            raise UserError(f"{folder} lacks a piece of {name}")
     found = {
         name: torch.empty(saved[name].size, dtype=saved[name].properties.dtype) for name in optional if name in saved
     }

@@ -59,6 +59,8 @@ def damage(folder, how):
     elif how == "other sizes":
         tiny(n_embd=8).save_pretrained(folder)
         (folder / "config.json").write_text((folder / "config.json").read_text().replace('"n_embd": 8', '"n_embd": 16'))
+    elif how == "uneven heads":
+        (folder / "config.json").write_text((folder / "config.json").read_text().replace('"n_head": 2', '"n_head": 3'))
     elif how == "not a GPT-2":
         (folder / "config.json").write_text('{"model_type": "llama"}')
     elif how == "a list":
@@ -74,7 +76,17 @@ def damage(folder, how):
 
 @pytest.mark.parametrize(
     "how",
-    ["truncated", "missing weights", "other sizes", "not a GPT-2", "not json", "a file", "a list", "other vocabulary"],
+    [
+        "truncated",
+        "missing weights",
+        "other sizes",
+        "uneven heads",
+        "not a GPT-2",
+        "not json",
+        "a file",
+        "a list",
+        "other vocabulary",
+    ],
 )
 def test_damage_is_said_in_one_line(tmp_path, how):
     save(tmp_path / "c", tiny())

@@ -116,6 +116,8 @@ def test_every_layout_trains_and_resumes_as_one_rank_does(train, train_several, 
         expect_error(done, "checkpoint_000004 is damaged: shard-00003-", "is not what was written")
     piece.unlink()
     expect_error(command("sample.py", runs[1] / "checkpoint_000004"), "is damaged: shard-00003-", "No such file")
+    (runs[1] / "checkpoint_000004" / "training.json").unlink()  # has the hashes
+    expect_error(command("sample.py", runs[1] / "checkpoint_000004"), "checkpoint_000004 lacks a piece of")
 
 
 @pytest.mark.parametrize("layout", ["ddp", "zero3"])

@@ -8,6 +8,7 @@ from conftest import expect_error
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import checkpoint
+import nanogpt
 from cli import UserError
 from model import GPT, GPTConfig
 from tokenizer import VOCAB_SIZE
@@ -39,12 +40,14 @@ def weights(bias=True, rows=VOCAB_SIZE, prefix=""):
 @pytest.mark.parametrize("bias, rows, prefix", [(True, 50304, "_orig_mod."), (False, VOCAB_SIZE, "")])
 def test_nanogpts(tmp_path, bias, rows, prefix):
     model, state = weights(bias, rows, prefix)
+    state = {name: torch.nn.Parameter(weight) for name, weight in state.items()}  # as some save them
     state[prefix + "transformer.h.0.attn.bias"] = torch.ones(1, 1, 16, 16).tril()
     args = dict(SIZES, block_size=16, bias=bias, vocab_size=rows, dropout=0.0)
     torch.save(dict(model=state, optimizer={}, model_args=args, iter_num=3, config={}), tmp_path / "ckpt.pt")
     assert checkpoint.load_config(tmp_path / "ckpt.pt") == GPTConfig(seq_len=16, **SIZES)
     x = torch.randint(VOCAB_SIZE, (2, 16))
     torch.testing.assert_close(checkpoint.load_model(tmp_path / "ckpt.pt")(x), model(x))
+    assert not any(weight.requires_grad for weight in nanogpt.load(tmp_path / "ckpt.pt")[1].values())
 
 
 def test_build_nanogpts(tmp_path, monkeypatch, command):
