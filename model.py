@@ -276,7 +276,7 @@ class GPT(nn.Module):
         names = dict(
             seq_len="n_positions", vocab_size="vocab_size", n_layer="n_layer", n_head="n_head", n_embd="n_embd"
         )
-        if wrong := [name for name in names.values() if type(sizes[name]) is not int or sizes[name] < 1]:
+        if wrong := [name for name in names.values() if type(sizes[name]) is not int or not 0 < sizes[name] < 2**24]:
             raise ValueError(f"{wrong[0]} is {sizes[wrong[0]]} in config.json")
         return GPTConfig(**{own: sizes[theirs] for own, theirs in names.items()}, **options)
 

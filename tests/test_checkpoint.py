@@ -61,6 +61,9 @@ def damage(folder, how):
         (folder / "config.json").write_text((folder / "config.json").read_text().replace('"n_embd": 8', '"n_embd": 16'))
     elif how == "uneven heads":
         (folder / "config.json").write_text((folder / "config.json").read_text().replace('"n_head": 2', '"n_head": 3'))
+    elif how == "absurd width":
+        text = (folder / "config.json").read_text().replace('"n_embd": 16', '"n_embd": 6000000000000')
+        (folder / "config.json").write_text(text)
     elif how == "not a GPT-2":
         (folder / "config.json").write_text('{"model_type": "llama"}')
     elif how == "a list":
@@ -81,6 +84,7 @@ def damage(folder, how):
         "missing weights",
         "other sizes",
         "uneven heads",
+        "absurd width",
         "not a GPT-2",
         "not json",
         "a file",
