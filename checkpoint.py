@@ -314,9 +314,7 @@ def load_model(name, **options):
     """
     config = dataclasses.replace(load_config(name), **options)
     with explained(name):
-        with torch.device("meta"):
-            model = GPT(config)
-        model.to_empty(device="cpu")
+        model = GPT.empty(config)
     load_weights(name, model)
     return model
 

@@ -193,6 +193,13 @@ class GPT(nn.Module):
                 weight.fill_(1)
             fill(parameter, weight)
 
+    @classmethod
+    def empty(cls, config):
+        """A GPT whose weights are whatever was in memory: they are about to be loaded."""
+        with torch.device("meta"):
+            model = cls(config)
+        return model.to_empty(device=torch.get_default_device())
+
     def num_params(self):
         """Trainable numbers, the embedding that is also the head counted once, its padding not at all."""
         padding = self.config.table_rows - self.config.vocab_size
@@ -257,9 +264,7 @@ class GPT(nn.Module):
         """
         from safetensors.torch import load_file
 
-        with torch.device("meta"):
-            model = cls(cls.pretrained_config(name, **options))
-        model.to_empty(device=torch.get_default_device())
+        model = cls.empty(cls.pretrained_config(name, **options))
         model.load_hugging_face(load_file(find_file(name, "model.safetensors")))
         return model
 

@@ -129,7 +129,7 @@ def differences(config, training):
 
 
 def restore(folder, training, model, optimizer, scaler, loader, ranks):
-    """Put everything but the weights, which are loaded, where training left it.
+    """Put everything but the weights where training left it.
 
     Raises UserError for data in another order, or state of another model.
     """

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+import torch.nn.functional as F
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
@@ -116,6 +117,6 @@ def load(folder, targets, optional=()):
         except CheckpointException as raised:
             raise UserError(f"cannot read {folder}: {first_failure(raised)}") from raised
     for name, target in padded.items():
-        rows = whole[name][: len(target)].to(target.device)
-        fill(target, torch.cat((rows, rows.new_zeros(len(target) - len(rows), *rows.shape[1:]))))
+        rows = whole[name][: len(target)]
+        fill(target, F.pad(rows, (0, 0, 0, len(target) - len(rows))))
     return found
