@@ -219,17 +219,23 @@ class GPT(nn.Module):
         T = idx.size(1)
         if T > self.config.seq_len:
             raise ValueError(f"{T} tokens, but the model knows {self.config.seq_len} positions")
-        position = cache.take(T) if cache else torch.arange(T, device=idx.device)
-        x = self.transformer.wte(idx) + self.transformer.wpe(position)  # (B, T, C)
-        # bf16_residual: every block reads and writes this sum four times, forward and backward; now in half the bytes
-        if self.config.bf16_residual:
-            x = x.bfloat16()
+        x = self.embed(idx, cache.take(T) if cache else torch.arange(T, device=idx.device))
         for layer, block in enumerate(self.transformer.h):
             x = block(x, cache.layers[layer] if cache else None)
         if cache:
             x = x[:, -1:]
         if at is not None:
             x = x.flatten(0, 1)[at]  # (N, C)
+        return self.head(x, targets, reduction)
+
+    # embed and head: where the blocks are sharded, torch.compile takes each of them, and each block, for a graph
+
+    def embed(self, idx, position):
+        x = self.transformer.wte(idx) + self.transformer.wpe(position)  # (B, T, C)
+        # bf16_residual: every block reads and writes this sum four times, forward and backward; now in half the bytes
+        return x.bfloat16() if self.config.bf16_residual else x
+
+    def head(self, x, targets, reduction):
         x = self.transformer.ln_f(x)
         # fused_loss: logits exist for a part of the batch at a time, and the pass over them that finds the loss leaves
         # the gradient in their place

@@ -8,6 +8,7 @@ it is all of them, with hsdp those of a machine.
 import contextlib
 import functools
 import gc
+import math
 import os
 import time
 import uuid
@@ -42,19 +43,36 @@ class Ranks:
 
     def sum(self, *values):
         """Each number (or tensor of no dimensions) added up over all ranks, in float64; returns a list of floats."""
-        return self._reduce(values, dist.ReduceOp.SUM)
+        return self.begin_sum(*values)()
+
+    def begin_sum(self, *values):
+        """A function that waits for sum(*values), but for nothing that a GPU is given to do in the meantime."""
+        return self._begin(values, dist.ReduceOp.SUM)
 
     def min(self, value):
         """The smallest of all ranks' numbers, as a float."""
-        return self._reduce([value], dist.ReduceOp.MIN)[0]
+        return self._begin([value], dist.ReduceOp.MIN)()[0]
 
-    def _reduce(self, values, operation):
-        if not dist.is_initialized():
-            return [float(value) for value in values]
+    def _begin(self, values, operation):
+        if not dist.is_initialized() and self.device.type != "cuda":
+            return lambda: [float(value) for value in values]
         # what is on the device stays there until all of it is known: one wait for the device
-        result = torch.stack([torch.as_tensor(value, dtype=torch.float64, device=self.device) for value in values])
-        dist.all_reduce(result, operation)
-        return result.tolist()
+        options = dict(dtype=torch.float64, device=self.device)
+        values = [v.to(**options) if isinstance(v, torch.Tensor) else torch.full((), v, **options) for v in values]
+        result = torch.stack(values)
+        if dist.is_initialized():
+            dist.all_reduce(result, operation)
+        if self.device.type != "cuda":
+            return result.tolist
+        result = torch.empty_like(result, device="cpu", pin_memory=True).copy_(result, non_blocking=True)
+        arrived = torch.cuda.Event()
+        arrived.record()
+
+        def wait():
+            arrived.synchronize()
+            return result.tolist()
+
+        return wait
 
     def gather(self, tensor):
         """Each rank's tensor, of one size and type on all, as a list in the order of ranks; on the CPU."""
@@ -168,6 +186,10 @@ def stop():
 # ----------------------------------------------------------------------------------------------------------------------
 # The model over the ranks
 
+# Parameters at least, where blocks are small: to gather fewer takes Python longer than the GPU to compute with them.
+# GPT-2 124M on two H200s with zero3 is 2% faster with four blocks together than with each alone.
+GATHERED_TOGETHER = 20_000_000
+
 
 def in_words(config, ranks):
     """How the model is spread over the ranks, for a person."""
@@ -186,9 +208,9 @@ def row_length(config, ranks):
 def shard(model, config, ranks):
     """Spread a GPT's weights, gradients and AdamW's state over the ranks (Rajbhandari et al. 2020, "ZeRO"), in place.
 
-    Each piece is gathered in bf16 before it computes, block by block while the one before is at work, and float32 stays
-    in the shards. zero2 keeps what it has gathered until the step ends; zero3 and hsdp let go of it at once.
-    https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html
+    Each piece is gathered in bf16 before it computes, a block (or some small ones) while the one before is at work, and
+    float32 stays in the shards. zero2 keeps what it has gathered until the step ends; zero3 and hsdp let go of it at
+    once. https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html
     """
     size = row_length(config, ranks)
     shape = (ranks.world_size // size, size)
@@ -199,8 +221,14 @@ def shard(model, config, ranks):
         reduce_dtype=torch.bfloat16 if config.bf16_gradients else torch.float32,
         cast_forward_inputs=False,  # the residual stream has the type that --bf16_residual says
     )
-    for part in (*model.transformer.h, model):
+    blocks = list(model.transformer.h)
+    parameters = sum(parameter.numel() for parameter in blocks[0].parameters())
+    together = max(1, min(math.ceil(GATHERED_TOGETHER / parameters), len(blocks) // 3))
+    units = [blocks[i : i + together] for i in range(0, len(blocks), together)]
+    for part in (*units, model):
         fully_shard(part, mesh=mesh, mp_policy=policy, reshard_after_forward=lets_go(part, model, config))
+    for part, following in zip((model, *(unit[0] for unit in units)), units):
+        part.set_modules_to_forward_prefetch([following[0]])  # in backward that is what FSDP does
 
 
 def place(model, config, ranks):

@@ -114,9 +114,11 @@ def gpu_time(events):
     for event in events:
         if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset"):
             kind = kind_of(event["name"])
-            spans[kind == COMMUNICATION].append((event["ts"], event["ts"] + event["dur"]))
-            if kind != COMMUNICATION:
-                kinds[kind] += event["dur"] / 1e6
+            # the update of the step before is still running at the begin, that of the last step at the end
+            first, last = max(begin, event["ts"]), min(end, event["ts"] + event["dur"])
+            if first < last:
+                spans[kind == COMMUNICATION].append((first, last))
+                kinds[kind] += (last - first) / 1e6 if kind != COMMUNICATION else 0
     computing, busy = covered(spans[False]), covered(spans[False] + spans[True])
     if spans[True]:
         kinds[COMMUNICATION] = (busy - computing) / 1e6

@@ -240,15 +240,16 @@ def train(config, ranks):
             continue
         scaler.unscale_(optimizer)
         norm = parallel.whole(torch.nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip or float("inf")))
+        read = ranks.begin_sum(loss_sum / ranks.world_size, norm / ranks.world_size, bool(interrupt.name))
         step_if_finite(optimizer, scaler, norm)
         parallel.zero_gradients(optimizer, train_forward)
         if config.fp8:
             fp8.follow(model, micro_steps)
-        # reading the loss waits for the device, so the clock below sees the whole step
-        loss, interrupted = ranks.sum(loss_sum / ranks.world_size, bool(interrupt.name))
+        # reading waits for the gradients, so the clock sees whole steps, but not for the update: the next step is ready
+        # to run when that is over
+        loss, norm, interrupted = read()
         end = time.perf_counter()
 
-        norm = norm.item()
         # fp16 finds its scale by overflowing; one below 1 was not found
         scale = scaler.get_scale() if scaler.is_enabled() else None
         bad = not math.isfinite(loss if scale and scale >= 1 else loss + norm)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from conftest import ROOT, TINY, expect_error, free_port, logged, metrics
 from test_hellaswag import make_items
+from torch._dynamo.testing import CompileCounter
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import checkpoint
@@ -65,6 +66,7 @@ def test_every_layout_trains_and_resumes_as_one_rank_does(train, train_several, 
     (tmp_path / "items.jsonl").write_text("".join(json.dumps(item) + "\n" for item in make_items(5)))
     flags = "--max_steps 4 --checkpoint_every 2 --val_every 2 --sample_every 2 --hellaswag_every 2".split()
     flags += ["--hellaswag_data", str(tmp_path / "items.jsonl"), "--micro_batch_size", "1"]
+    flags += ["--n_layer", "7"]  # gathered two by two, and one alone
     whole = train("whole", *flags)
     middle = "log/{}/checkpoint_000002".format
     runs = train_several(
@@ -118,6 +120,16 @@ def test_every_layout_trains_and_resumes_as_one_rank_does(train, train_several, 
     expect_error(command("sample.py", runs[1] / "checkpoint_000004"), "is damaged: shard-00003-", "No such file")
     (runs[1] / "checkpoint_000004" / "training.json").unlink()  # has the hashes
     expect_error(command("sample.py", runs[1] / "checkpoint_000004"), "checkpoint_000004 lacks a piece of")
+
+
+def test_all_of_a_sharded_model_is_compiled(group):
+    with torch.device("meta"):
+        model = GPT(GPTConfig(seq_len=32, n_layer=7, n_head=2, n_embd=32))
+    parallel.place(model, Config(parallel="zero3", autocast="off"), parallel.Ranks(0, 1, torch.device("cpu")))
+    model.init_weights(sharded.fill)
+    count = CompileCounter()
+    torch.compile(model, backend=count, dynamic=False)(*torch.randint(50257, (2, 2, 32)))
+    assert count.frame_count == 3  # embeddings, block, head
 
 
 @pytest.mark.parametrize("layout", ["ddp", "zero3"])

@@ -25,6 +25,21 @@ def test_auto_takes_the_cpu_where_there_is_nothing_else(monkeypatch):
     assert ranks.sum(1, torch.tensor(2.5)) == [1.0, 2.5] and ranks.min(3) == 3.0
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_sum_is_begun_without_waiting_for_the_gpu_and_read_before_what_comes_after():
+    device = torch.device("cuda", 0)
+    parallel.Ranks(0, 1, device).sum(torch.zeros((), device=device), 1)  # takes the memory
+    torch.cuda.synchronize()
+    x = torch.ones((), device=device)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        read = parallel.Ranks(0, 1, device).begin_sum(x, True)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    torch.cuda._sleep(10**9)  # cycles: half a second
+    assert read() == [1.0, 1.0] and not torch.cuda.current_stream().query()
+
+
 @pytest.mark.parametrize(
     "words, device, machine",
     [

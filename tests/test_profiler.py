@@ -13,7 +13,8 @@ from model import GPT, GPTConfig
 
 
 def test_seconds_by_kind():
-    """Two steps of 100 µs: 70 µs of products, 20 of attention that overlaps them, 40 of communication, half seen."""
+    """Two steps of 100 µs: 70 µs of products, 20 of attention, 40 of communication, half behind the products, and two
+    updates, of which 5 µs each are in these steps."""
 
     def event(name, start, duration, category="kernel"):
         return dict(cat=category, name=name, ts=1000 + start, dur=duration)
@@ -23,15 +24,18 @@ def test_seconds_by_kind():
         event("ProfilerStep#6", 100, 100, "user_annotation"),
         event("ProfilerStep#5", 5, 90, "gpu_user_annotation"),
         event("aten::mm", 0, 5, "cpu_op"),
+        event("multi_tensor_apply_kernel", -10, 15),
         event("nvjet_tst_128x256_64x4_1x2_h_bz_coopA_TNT", 10, 70),
         event("ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)", 60, 40),
         event("void pytorch_flash::flash_fwd_kernel<...>", 110, 20),
         event("Memcpy HtoD (Pinned -> Device)", 140, 10, "gpu_memcpy"),
+        event("multi_tensor_apply_kernel", 195, 15),
+        event("Memcpy DtoH (Device -> Pinned)", 210, 2, "gpu_memcpy"),
         dict(name="process_name", ph="M"),
     ]
     seconds, kinds = profiler.gpu_time(events)
     assert seconds == pytest.approx(200e-6)
-    expected = {"matrix products": 70, "communication": 20, "attention": 20, "copies": 10, "idle": 80}
+    expected = {"matrix products": 70, "communication": 20, "attention": 20, "copies": 10, "optimizer": 10, "idle": 70}
     assert {kind: s * 1e6 for kind, s in kinds.items()} == pytest.approx(expected)
 
 
