@@ -51,7 +51,7 @@ class Ranks:
 
     def min(self, value):
         """The smallest of all ranks' numbers, as a float."""
-        return self._begin([value], dist.ReduceOp.MIN)()[0]
+        return self._begin([value], dist.ReduceOp.MIN)()[0] if dist.is_initialized() else float(value)
 
     def _begin(self, values, operation):
         if not dist.is_initialized() and self.device.type != "cuda":
