@@ -10,7 +10,7 @@ import torch
 
 import products
 from cli import UserError, first_line
-from parallel import row_length
+from parallel import blocks_together, row_length
 from tokenizer import VOCAB_SIZE
 
 
@@ -180,10 +180,10 @@ def bytes_of_weights(config, ranks):
     weights = count_params(config)
     if config.parallel == "ddp":
         return 18 * weights
-    block = 12 * config.n_embd**2
-    embeddings = weights - config.n_layer * block
-    gathered = weights if config.parallel == "zero2" else embeddings + 2 * block  # one computes, one is on its way
-    leaving = 6 * max(block, embeddings)  # gradients, in 16 bits and as the float32 that is sent
+    unit = blocks_together(config) * 12 * config.n_embd**2
+    embeddings = (VOCAB_SIZE + config.seq_len) * config.n_embd
+    gathered = weights if config.parallel == "zero2" else embeddings + 2 * unit  # one computes, one is on its way
+    leaving = 6 * max(unit, embeddings)  # gradients, in 16 bits and as the float32 that is sent
     return 16 * weights / row_length(config, ranks) + 2 * gathered + leaving
 
 

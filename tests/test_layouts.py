@@ -7,6 +7,7 @@ import torch
 from conftest import ROOT, TINY, expect_error, free_port, logged, metrics
 from test_hellaswag import make_items
 from torch._dynamo.testing import CompileCounter
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import checkpoint
@@ -122,14 +123,35 @@ def test_every_layout_trains_and_resumes_as_one_rank_does(train, train_several, 
     expect_error(command("sample.py", runs[1] / "checkpoint_000004"), "checkpoint_000004 lacks a piece of")
 
 
-def test_all_of_a_sharded_model_is_compiled(group):
+def sharded_model(n_layer, activation_checkpointing="off"):
     with torch.device("meta"):
-        model = GPT(GPTConfig(seq_len=32, n_layer=7, n_head=2, n_embd=32))
+        model = GPT(GPTConfig(seq_len=32, n_layer=n_layer, n_head=2, n_embd=32))
+    parallel.checkpoint_activations(model, activation_checkpointing)
     parallel.place(model, Config(parallel="zero3", autocast="off"), parallel.Ranks(0, 1, torch.device("cpu")))
     model.init_weights(sharded.fill)
+    return model
+
+
+@pytest.mark.parametrize("how", ["off", "full", "selective"])
+def test_all_of_a_sharded_model_is_compiled(group, how):
     count = CompileCounter()
-    torch.compile(model, backend=count, dynamic=False)(*torch.randint(50257, (2, 2, 32)))
+    model = torch.compile(sharded_model(7, how), backend=count, dynamic=False)
+    model(*torch.randint(50257, (2, 2, 32))).backward()
     assert count.frame_count == 3  # embeddings, block, head
+
+
+def test_small_blocks_are_gathered_together(group):
+    model = sharded_model(7)
+    gathered = []
+
+    def look(*_):
+        whole = [not isinstance(block.ln_1.weight, DTensor) for block in model.transformer.h]
+        gathered.append([i for i in range(7) if whole[i]])
+
+    for block in model.transformer.h:
+        block.attn.register_forward_pre_hook(look)
+    model(*torch.randint(50257, (2, 2, 32)))
+    assert gathered == [[0, 1], [0, 1], [2, 3], [2, 3], [4, 5], [4, 5], [6]]
 
 
 @pytest.mark.parametrize("layout", ["ddp", "zero3"])
