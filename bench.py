@@ -89,7 +89,7 @@ def main():
         parallel.zero_gradients(optimizer, forward)
         if config.fp8:
             fp8.follow(model, micro_steps)
-        read()  # as train_gpt2.py does: waits for the gradients, not for the update
+        read()  # waits for the gradients, not for the update, as train_gpt2.py does
         seconds.append(time.perf_counter() - start)
 
     if ranks.is_main:

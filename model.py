@@ -228,7 +228,7 @@ class GPT(nn.Module):
             x = x.flatten(0, 1)[at]  # (N, C)
         return self.head(x, targets, reduction)
 
-    # embed and head: where the blocks are sharded, torch.compile takes each of them, and each block, for a graph
+    # torch.compile takes all of forward for one graph; where the blocks are sharded, embed, each block, and head
 
     def embed(self, idx, position):
         x = self.transformer.wte(idx) + self.transformer.wpe(position)  # (B, T, C)

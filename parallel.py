@@ -353,7 +353,7 @@ def checkpoint_activations(model, how):
 
 
 def recomputed(forward, options):
-    def run(*args):  # torch.compile takes this for a graph; it would take neither a partial() nor checkpoint() itself
+    def run(*args):  # torch.compile takes it for a graph, as it would neither a partial() nor checkpoint() itself
         return recompute(forward, *args, **options)
 
     return run

@@ -118,7 +118,8 @@ def gpu_time(events):
             first, last = max(begin, event["ts"]), min(end, event["ts"] + event["dur"])
             if first < last:
                 spans[kind == COMMUNICATION].append((first, last))
-                kinds[kind] += (last - first) / 1e6 if kind != COMMUNICATION else 0
+                if kind != COMMUNICATION:
+                    kinds[kind] += (last - first) / 1e6
     computing, busy = covered(spans[False]), covered(spans[False] + spans[True])
     if spans[True]:
         kinds[COMMUNICATION] = (busy - computing) / 1e6
