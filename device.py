@@ -180,8 +180,8 @@ def bytes_of_weights(config, ranks):
     weights = count_params(config)
     if config.parallel == "ddp":
         return 18 * weights
-    unit = blocks_together(config) * 12 * config.n_embd**2
-    embeddings = (VOCAB_SIZE + config.seq_len) * config.n_embd
+    block = 12 * config.n_embd**2
+    unit, embeddings = blocks_together(config) * block, weights - config.n_layer * block
     gathered = weights if config.parallel == "zero2" else embeddings + 2 * unit  # one computes, one is on its way
     leaving = 6 * max(unit, embeddings)  # gradients, in 16 bits and as the float32 that is sent
     return 16 * weights / row_length(config, ranks) + 2 * gathered + leaving

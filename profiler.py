@@ -114,7 +114,7 @@ def gpu_time(events):
     for event in events:
         if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset"):
             kind = kind_of(event["name"])
-            # the update of the step before is still running at the begin, that of the last step at the end
+            # the update of the step before is still running at the beginning, that of the last step at the end
             first, last = max(begin, event["ts"]), min(end, event["ts"] + event["dur"])
             if first < last:
                 spans[kind == COMMUNICATION].append((first, last))

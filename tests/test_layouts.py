@@ -123,11 +123,15 @@ def test_every_layout_trains_and_resumes_as_one_rank_does(train, train_several, 
     expect_error(command("sample.py", runs[1] / "checkpoint_000004"), "checkpoint_000004 lacks a piece of")
 
 
-def sharded_model(n_layer, activation_checkpointing="off"):
+ALONE = parallel.Ranks(0, 1, torch.device("cpu"))
+
+
+def placed(n_layer, **flags):
+    config = Config(autocast="off", **flags)
     with torch.device("meta"):
         model = GPT(GPTConfig(seq_len=32, n_layer=n_layer, n_head=2, n_embd=32))
-    parallel.checkpoint_activations(model, activation_checkpointing)
-    parallel.place(model, Config(parallel="zero3", autocast="off"), parallel.Ranks(0, 1, torch.device("cpu")))
+    parallel.checkpoint_activations(model, config.activation_checkpointing)
+    parallel.place(model, config, ALONE)
     model.init_weights(sharded.fill)
     return model
 
@@ -135,13 +139,13 @@ def sharded_model(n_layer, activation_checkpointing="off"):
 @pytest.mark.parametrize("how", ["off", "full", "selective"])
 def test_all_of_a_sharded_model_is_compiled(group, how):
     count = CompileCounter()
-    model = torch.compile(sharded_model(7, how), backend=count, dynamic=False)
-    model(*torch.randint(50257, (2, 2, 32))).backward()
+    model = placed(7, parallel="zero3", activation_checkpointing=how)
+    torch.compile(model, backend=count, dynamic=False)(*torch.randint(50257, (2, 2, 32))).backward()
     assert count.frame_count == 3  # embeddings, block, head
 
 
 def test_small_blocks_are_gathered_together(group):
-    model = sharded_model(7)
+    model = placed(7, parallel="zero3")
     gathered = []
 
     def look(*_):
@@ -156,17 +160,13 @@ def test_small_blocks_are_gathered_together(group):
 
 @pytest.mark.parametrize("layout", ["ddp", "zero3"])
 def test_training_goes_on_while_a_snapshot_is_written(group, layout):
-    config, ranks = Config(parallel=layout, autocast="off", lr=0.1), parallel.Ranks(0, 1, torch.device("cpu"))
-    with torch.device("meta"):
-        model = GPT(GPTConfig(seq_len=32, n_layer=1, n_head=2, n_embd=32))
-    parallel.place(model, config, ranks)
-    model.init_weights(sharded.fill)
-    optimizer = make_optimizer(model, config)
+    model = placed(1, parallel=layout)
+    optimizer = make_optimizer(model, Config(lr=0.1))
     snapshots = []
     for _ in range(2):
         model(*torch.randint(50257, (2, 2, 32))).backward()
         optimizer.step()
-        tensors = checkpoint.snapshot(model, optimizer, ranks)
+        tensors = checkpoint.snapshot(model, optimizer, ALONE)
         pieces = tensors if layout == "zero3" else tensors[0] | tensors[1]
         snapshots.append({name: sharded.local(piece) for name, piece in pieces.items()})
         if len(snapshots) == 1:
