@@ -173,7 +173,8 @@ class Writer:
             self.failed = True
             if self.is_main:
                 found = checkpoints(self.folder)
-                print(f"the checkpoint was not written ({error}); {found[0] if found else 'none'} is the last")
+                newest = f"{found[0]} is the last" if found else "there is none yet"
+                print(f"the checkpoint was not written ({error}); {newest}")
 
     def _write(self, folder, model, tensors, training):
         try:

@@ -287,7 +287,8 @@ def train(config, ranks):
         if config.checkpoint_every and (saved < step or writer.failed):
             log.close(finished=False)
             why = "" if healthy else ", since its loss or gradient is not finite"
-            hint = "the same command with this --run_name goes on" if healthy else "try a lower --lr"
+            again = "goes on" if kept else "begins again"
+            hint = f"the same command with this --run_name {again}" if healthy else "try a lower --lr"
             raise UserError(f"step {step} is not saved{why}; {newest}; {hint}")
         if stopping:
             print(

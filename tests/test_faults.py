@@ -200,18 +200,28 @@ def test_a_full_disk_leaves_the_checkpoint_before(tmp_path, corpus, train):
     for step in (6, 7):
         shutil.rmtree(run / f"checkpoint_{step:06d}")
     limit = (whole / "checkpoint_000003" / "model.safetensors").stat().st_size + 1000
-    flags = [*longer(7), "--data_dir", str(corpus), "--run_name", "full", *map(str, EVERY_3)]
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "train_gpt2.py"), *flags],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)),
-    )
-    expect_error(done, "step 7 is not saved", "newest checkpoint is log/full/checkpoint_000003")
+
+    def train_limited(name):
+        flags = [*longer(7), "--data_dir", str(corpus), "--run_name", name, *map(str, EVERY_3)]
+        return subprocess.run(
+            [sys.executable, str(ROOT / "train_gpt2.py"), *flags],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)),
+        )
+
+    done = train_limited("full")
+    expect_error(done, "step 7 is not saved", "newest checkpoint is log/full/checkpoint_000003", "goes on")
     assert done.stdout.count("the checkpoint was not written") == 2 and "checkpoint_000003 is the last" in done.stdout
     assert [path.name for path in run.glob("checkpoint_*")] == ["checkpoint_000003"]
     assert logged(run) == logged(whole)
+
+    done = train_limited("new")
+    expect_error(done, "step 7 is not saved", "there is no checkpoint", "begins again")
+    assert done.stdout.count("there is none yet") == 3
+    again = train("new", *EVERY_3, "--max_steps", 7, drop="--checkpoint_every --val_every --max_steps")
+    same(again, whole, 7)
 
 
 def test_a_rank_that_dies_is_replaced(tmp_path, corpus, train):
