@@ -355,6 +355,8 @@ def explained(name):
     """Errors of reading a model, as a UserError."""
     try:
         yield
+    except torch.OutOfMemoryError:
+        raise  # not the file's fault
     except (*hub_errors(), KeyError, TypeError, AttributeError, RuntimeError, SafetensorError) as error:
         raise UserError(
             f"cannot load {name} ({type(error).__name__}: {first_line(error)}); give a checkpoint, a Hugging Face "

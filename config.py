@@ -353,6 +353,8 @@ def fit_ranks(config, ranks, reasons):
             )
         if ranks.world_size == config.shard_ranks:
             reasons.append("hsdp is zero3 here: one copy takes all ranks")
+        if config.shard_ranks == 1:
+            reasons.append("hsdp spreads nothing here: each rank holds a copy, as with ddp")
 
 
 def check_given(arguments, reasons):

@@ -176,15 +176,16 @@ def count_params(config):
 
 
 def bytes_of_weights(config, ranks):
-    """What a rank holds: in float32 weights, gradients and AdamW's two moments; in 16 bits weights to compute with."""
+    """What a rank holds: in float32 weights, gradients and AdamW's two moments; and weights to compute with."""
     weights = count_params(config)
     if config.parallel == "ddp":
         return 18 * weights
     block = 12 * config.n_embd**2
     unit, embeddings = blocks_together(config) * block, weights - config.n_layer * block
     gathered = weights if config.parallel == "zero2" else embeddings + 2 * unit  # one computes, one is on its way
-    leaving = 6 * max(unit, embeddings)  # gradients, in 16 bits and as the float32 that is sent
-    return 16 * weights / row_length(config, ranks) + 2 * gathered + leaving
+    width = 4 if config.autocast == "off" else 2
+    leaving = (width + 4) * max(unit, embeddings)  # gradients, as they are computed and as the float32 that is sent
+    return 16 * weights / row_length(config, ranks) + width * gathered + leaving
 
 
 # Bytes of forward and backward a token: (in each layer, per unit of width), (in the head, per vocabulary entry), (for

@@ -31,6 +31,7 @@ NOT_SWEPT = (
     "demo ladder rungs ladder_steps profile max_steps batch_warmup_steps log_dir run_name wandb wandb_group".split()
 )
 NOT_SWEPT += ["wandb_project", "peak_tflops", "val_steps", "hellaswag_data", *EVALUATIONS]
+NOT_SWEPT += ["parallel", "shard_ranks", "overlap_gradients", "bf16_gradients"]  # of several processes
 
 # A rung's name: its label, and what its flags are without it. With it they are what the command line says.
 RUNGS = {
@@ -53,7 +54,7 @@ RUNGS = {
     "packed_attention": ("packed_attention", dict(packed_attention=False)),
     "autotune": ("autotune", dict(autotune=False)),
     "fp8": ("fp8", dict(fp8=False)),
-    "ddp": ("DDP × {world_size}", {}),
+    "ddp": ("{parallel} × {world_size}", {}),
 }
 
 
@@ -90,6 +91,8 @@ def climb(config):
     """
     if int(os.environ.get("RANK", 0)):
         return  # the first of torchrun's processes starts all others itself
+    if config.fp8 and config.parallel != "ddp":
+        raise UserError(f"--fp8 goes with --parallel ddp, not {config.parallel}")
     rungs = [("baseline",), *choose_rungs(config.rungs, count_devices(config), config.fp8)]
     folder = prepare(config, "ladder")
     print(
@@ -227,7 +230,7 @@ def with_rungs(config, on, first):
     if "micro_batch" not in on:
         changes["micro_batch_size"] = first
     if "ddp" not in on:
-        changes |= dict(parallel="ddp", shard_ranks=None, bf16_gradients=False)
+        changes |= dict(parallel="ddp", shard_ranks=None, bf16_gradients=False, overlap_gradients="auto")
     if "accumulation" not in on:
         changes["total_batch_size"] = first * config.seq_len
     return dataclasses.replace(config, **changes)
@@ -239,7 +242,8 @@ def label(names, result):
         return "baseline"
     if result["status"] != "done":
         return "+ " + " + ".join(map(str, names)).replace("ddp + ", "DDP × ")
-    return "+ " + " + ".join(RUNGS[name][0].format(**result["facts"]) for name in names if name in RUNGS)
+    facts = result["facts"] | dict(parallel=result["facts"]["parallel"].upper())
+    return "+ " + " + ".join(RUNGS[name][0].format(**facts) for name in names if name in RUNGS)
 
 
 def cells(result, results):
@@ -328,7 +332,7 @@ def read_axis(text):
     name, _, values = text.partition("=")
     fields = {field.name: field for field in dataclasses.fields(Config)}
     if name in NOT_SWEPT:
-        raise UserError(f"--sweep {text}: {name} makes no difference in a measurement")
+        raise UserError(f"--sweep {text}: {name} makes no difference in a sweep, which measures one process")
     if name not in fields or not values:
         raise UserError(f"--sweep {text}: it takes a flag of train_gpt2.py and its values, as micro_batch_size=8,16")
     kind = fields[name].type

@@ -301,11 +301,20 @@ def zero_gradients(optimizer, train_forward):
 
 @contextlib.contextmanager
 def gathered(model, config):
-    """Meanwhile every rank has all weights, in bf16, and may call the model as often as it likes; no gradients."""
+    """Meanwhile every rank has all weights, in bf16, and may call the model as often as it likes; no gradients.
+
+    Raises UserError where they do not fit.
+    """
     parts = [module for module in model.modules() if isinstance(module, FSDPModule)]
     for part in parts:
         part.set_reshard_after_forward(False, recurse=False)
-        part.unshard()
+        try:
+            part.unshard()
+        except torch.OutOfMemoryError as error:
+            raise UserError(
+                "out of memory: validation, HellaSwag and samples need all weights on every GPU; where these do not "
+                "fit, leave them out: --val_every 0 --hellaswag_every 0 --sample_every 0"
+            ) from error
     yield
     for part in parts:
         part.set_reshard_after_forward(lets_go(part, model, config), recurse=False)

@@ -33,8 +33,8 @@ def kind_of(kernel):
     return next(kind for kind, pattern in KINDS.items() if re.search(pattern, kernel.lower()))
 
 
-def start(config, model_config, log):
-    """A running profiler for config.profile steps, after SETTLING_STEPS: call its step() after each training step.
+def start(config, model_config, log, step):
+    """A running profiler for config.profile steps, SETTLING_STEPS after `step`: call its step() when each is over.
 
     When they are over it prints the table and writes trace.json.gz, profile.json and, for a compiled run in 16 bits on
     a GPU whose peaks are known, roofline.png to the run's folder. What lies between the steps is traced with them.
@@ -50,7 +50,7 @@ def start(config, model_config, log):
         roof = gpu_roof(log.device, log.peak_flops and log.peak_flops / world_size)
         if not config.compile or config.autocast == "off" or config.fp8:
             roof = None  # the peak and the bytes are those of 16 bits, and of fused operations
-        accumulated = [accumulation_steps(SETTLING_STEPS + i, config, world_size) for i in range(steps)]
+        accumulated = [accumulation_steps(step + SETTLING_STEPS + i, config, world_size) for i in range(steps)]
         tokens = sum(accumulated) / steps * config.micro_batch_size * config.seq_len
         table = make_table(kinds, seconds, steps, roof, work(model_config, config.seq_len, tokens))
         (log.folder / "profile.json").write_text(json.dumps(dict(steps=steps, roof=roof, kinds=table), indent=2) + "\n")

@@ -18,7 +18,7 @@ FREE = set(
     "activation_checkpointing micro_batch_size compile flash pad_vocab fused_adamw fused_loss fused_gelu "
     "packed_attention autotune val_every val_steps hellaswag_every hellaswag_data sample_every "
     "checkpoint_every keep_checkpoints max_bad_steps wandb wandb_project wandb_group peak_tflops ladder rungs "
-    "ladder_steps profile".split()
+    "ladder_steps profile world_size".split()
 )
 LOCK = "lock"  # in the run's folder; see lock()
 
@@ -116,15 +116,14 @@ def restarted_run(config):
     return next((folder.name for folder in folders if facts_of(folder).get("launch") == own), None)
 
 
-def differences(config, training):
+def differences(config, training, ranks):
     """Lines that say which flags of the run changed, of those that change what it computes."""
     before = training["run"]
+    free = FREE - {"micro_batch_size", "world_size"} if config.batch_warmup_steps else FREE  # the batch grows from them
     return [
         f"{name} is {value}, the checkpoint was made with {before[name]}"
-        for name, value in vars(config).items()
-        if (name not in FREE or (name == "micro_batch_size" and config.batch_warmup_steps))
-        and name in before
-        and before[name] != value
+        for name, value in (vars(config) | dict(world_size=ranks.world_size)).items()
+        if name not in free and name in before and before[name] != value
     ]
 
 

@@ -63,7 +63,7 @@ def train(config, ranks):
     config, reasons = resolve(config, ranks, pretrained, resumed, training["step"] if resumed else 0)
     check_given(sys.argv, reasons)
     if resumed:
-        reasons += [f"resumed from {resumed}", *resume.differences(config, training)]
+        reasons += [f"resumed from {resumed}", *resume.differences(config, training, ranks)]
         if training["step"] >= config.max_steps:
             reasons.append(f"nothing is left to do at step {training['step']}: a larger --max_steps goes on")
     device = ranks.device
@@ -113,6 +113,9 @@ def train(config, ranks):
         model = GPT(replace(sizes, **{name: getattr(config, name) for name in MODEL_SWITCHES}))
     # activation_checkpointing: less memory, so a larger model or micro-batch, for up to a third more computation
     parallel.checkpoint_activations(model, config.activation_checkpointing)
+    cli.out_of_memory_hint = (
+        "use --parallel zero3 on several GPUs, --activation_checkpointing full, or a smaller --model or --seq_len"
+    )
     # parallel: zero2, zero3 and hsdp leave each rank a part of the weights; with ddp it has all
     parallel.place(model, config, ranks)
     if pretrained:
@@ -147,9 +150,9 @@ def train(config, ranks):
     log = ranks.on_main(lambda: RunLog(config, device, ranks.world_size, flops_per_token(model, T), resumed, training))
     if log:
         print_plan(config, reasons, step, tokens, model, ranks, train_stream, val_stream, hellaswag, log)
-    smaller = "use --activation_checkpointing full, --parallel zero3 on several GPUs, or a smaller --seq_len or --model"
-    cli.out_of_memory_hint = f"use --micro_batch_size {B // 2}" if B > 1 else smaller
-    tracer = profiler.start(config, model.config, log) if log and config.profile else None
+    if B > 1:
+        cli.out_of_memory_hint = f"use --micro_batch_size {max(b for b in range(1, B) if B % b == 0)}"
+    tracer = profiler.start(config, model.config, log, step) if log and config.profile else None
 
     # ------------------------------------------------------------------------------------------------------------------
     # The loop

@@ -63,6 +63,9 @@ def test_the_micro_batch_fits_and_divides(monkeypatch):
         for how in ("off", "selective", "full")
     ]
     assert sizes == sorted(sizes) and sizes[0] < sizes[-1]
+    ranks, config = Ranks(0, 4, torch.device("cuda")), Config(**large, parallel="zero2")
+    bf16, float32 = (device_module.bytes_of_weights(replace(config, autocast=a), ranks) for a in ("bf16", "off"))
+    assert float32 - bf16 > 2 * device_module.count_params(config)  # gathered in float32
 
 
 def test_a_gpu_without_bf16_gets_fp16(monkeypatch):
@@ -121,7 +124,8 @@ def test_one_rank_has_nothing_to_share():
     assert (config.parallel, config.bf16_gradients) == ("ddp", False)
     assert "parallel is off: there is one rank" in why and "bf16_gradients is off" in why
     assert "bf16_gradients is off: NCCL alone" in resolved(2, bf16_gradients=True, total_batch_size=8192)[1]
-    assert "hsdp is zero3 here" in resolved(2, parallel="hsdp", shard_ranks=2, total_batch_size=8192)[1]
+    for ranks, note in ((2, "hsdp is zero3 here"), (1, "hsdp spreads nothing here")):
+        assert note in resolved(2, parallel="hsdp", shard_ranks=ranks, total_batch_size=8192)[1]
 
 
 @pytest.mark.parametrize(

@@ -16,9 +16,11 @@ import pytest
 import torch
 from conftest import FORKS, ROOT, TINY, expect_error, logged, metrics, run_script
 
+import checkpoint
 import cli
 import resume
 from config import Config
+from parallel import Ranks
 
 EVERY_3 = ("--checkpoint_every", 3, "--val_every", 4)
 
@@ -293,6 +295,19 @@ def test_out_of_memory_says_what_to_lower(monkeypatch, capsys):
         cli.run(main)
     assert stop.value.code == 1
     assert capsys.readouterr().err == "error: out of memory: use --micro_batch_size 8 (CUDA out of memory)\n"
+    with pytest.raises(torch.OutOfMemoryError), checkpoint.explained("a checkpoint, which is not to blame"):
+        main()
+
+
+def test_a_model_that_does_not_fit_says_so(train):
+    expect_error(train("wide", "--n_embd", 16777216, drop="--n_embd", fails=True), "out of memory: use --parallel")
+
+
+def test_what_a_growing_batch_depends_on_is_said():
+    for grows, said in ((0, []), (3, ["world_size is 2, the checkpoint was made with 1"])):
+        config = Config(batch_warmup_steps=grows)
+        made_by = vars(config) | dict(world_size=1)
+        assert resume.differences(config, dict(run=made_by), Ranks(0, 2, torch.device("cpu"))) == said
 
 
 def test_going_back_sets_the_newer_checkpoints_aside(train):

@@ -30,6 +30,8 @@ def test_the_first_rung_has_everything_off_and_the_last_the_command_line():
     assert ladder.with_rungs(config, list(ladder.RUNGS), first=8) == config
     one = ladder.with_rungs(config, ["flash"], first=8)
     assert one == dataclasses.replace(first, flash=True)
+    spread = dict(parallel="hsdp", shard_ranks=2, bf16_gradients=True, overlap_gradients="on")
+    assert ladder.with_rungs(dataclasses.replace(config, **spread), ["baseline"], first=8) == first
 
 
 def test_rungs_by_name():
@@ -114,6 +116,7 @@ def test_bad_ladders_end_in_one_line(train, command, tmp_path):
     expect_error(train("x", "--ladder", "--rungs", "sparse", fails=True), "sparse", "tf32")
     expect_error(train("x", "--ladder", "--ladder_steps", 0, fails=True), "--ladder_steps 0")
     expect_error(train("x", "--ladder", "--profile", 1, fails=True), "--profile")
+    expect_error(train("x", "--ladder", "--fp8", "--parallel", "zero3", fails=True), "--fp8 goes with --parallel ddp")
     expect_error(command("train_gpt2.py", "--ladder", "--data_dir", "nowhere"), "no train shards in nowhere")
     expect_error(train("x", "--ladder", "--init_from", "no/such", fails=True), "no/such")  # as every rung would say
     done = train("sweep", "--sweep", "flash=on,perhaps", fails=True, script="ladder.py")
@@ -156,7 +159,17 @@ def test_axes():
     assert ladder.read_axis("compile=on,off") == ("compile", [True, False])
     assert ladder.read_axis("lr=1e-3") == ("lr", [1e-3])
     assert ladder.read_axis("model=gpt2,gpt2-xl") == ("model", ["gpt2", "gpt2-xl"])
-    for text in ("batch=1", "flash", "flash=", "lr=fast", "seq_len=1.5", "max_steps=5,10", "profile=0,2", "lr=1,1"):
+    for text in (
+        "batch=1",
+        "flash",
+        "flash=",
+        "lr=fast",
+        "seq_len=1.5",
+        "max_steps=5,10",
+        "profile=0,2",
+        "lr=1,1",
+        "parallel=ddp,zero3",
+    ):
         with pytest.raises(UserError, match="--sweep " + text):
             ladder.read_axis(text)
 
@@ -306,6 +319,7 @@ def test_the_whole_ladder_on_four_gpus(canned, gpus):
     kernels = [{name} for name in ("bf16_residual", *KERNELS, "fp8")]
     assert changed[6:] == [recipe, {"total_batch_size"}, {"micro_batch_size"}, *kernels, set(), set()]
     assert (seen[0].micro_batch_size, seen[0].total_batch_size) == (16, 16 * 1024)
+    assert ladder.label(("ddp", 2), done(Config(parallel="zero3"), 1.0)) == "+ ZERO3 × 1"
 
 
 def test_a_gpu_without_bf16_and_tf32(canned, gpus):

@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import checkpoint
 import parallel
 import sharded
+from cli import UserError
 from config import Config
 from model import GPT, GPTConfig
 from optim import make_optimizer
@@ -99,8 +100,11 @@ def test_every_layout_trains_and_resumes_as_one_rank_does(train, train_several, 
     assert all(mine == samples[0][-len(mine) :] and mine for mine in samples)
 
     # onto fewer ranks, and from pieces to one file
-    two, *_ = train_several(2, dict(zero3_two=[*flags, "--parallel", "zero3", "--resume", middle("zero3")]))
-    assert_same(two, whole, steps=2)
+    fewer = dict(zero3="zero3", zero2="hsdp", hsdp="zero2")
+    fewer = {f"{mode}_two": ["--parallel", mode, "--resume", middle(before)] for mode, before in fewer.items()}
+    fewer["hsdp_two"] += ["--shard_ranks", 1]
+    for run in train_several(2, {name: [*flags, *more] for name, more in fewer.items()}):
+        assert_same(run, whole, steps=2)
     assert_same(train("hsdp_one", *flags, "--resume", tmp_path / middle("hsdp")), whole, steps=2)
     assert command("export.py", middle("zero3"), "exported").returncode == 0
     for (name, weight), expected in zip(
@@ -156,6 +160,17 @@ def test_small_blocks_are_gathered_together(group):
         block.attn.register_forward_pre_hook(look)
     model(*torch.randint(50257, (2, 2, 32)))
     assert gathered == [[0, 1], [0, 1], [2, 3], [2, 3], [4, 5], [4, 5], [6]]
+
+
+def test_evaluations_that_find_no_room_for_all_weights(group, monkeypatch):
+    def unshard(part):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    model = placed(1, parallel="zero3")
+    monkeypatch.setattr(parallel.FSDPModule, "unshard", unshard)
+    with pytest.raises(UserError, match="all weights on every GPU.* --val_every 0"):
+        with parallel.gathered(model, Config(parallel="zero3")):
+            pass
 
 
 @pytest.mark.parametrize("layout", ["ddp", "zero3"])
