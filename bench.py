@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from tqdm import trange
 
+import cli
 import parallel
 import products
 import sharded
@@ -41,6 +42,9 @@ def main():
         raise UserError(f"--steps {config.steps}: it must be at least 1")
     if config.init_from != "scratch":
         raise UserError("bench.py starts from random weights: leave out --init_from")
+    cli.out_of_memory_hint = (
+        "use a smaller --micro_batch_size, --activation_checkpointing full, or --parallel zero3 on several GPUs"
+    )
     ranks = parallel.start(config.device)
     if config.deterministic:
         be_deterministic()  # before cuDNN makes its plans

@@ -28,7 +28,7 @@ def first_line(error):
 OUT_OF_MEMORY_SIGNS = r"OutOfMemoryError|out of memory|can't allocate memory|STATUS_ALLOC_FAILED|exitcode *: -9"
 # what Gloo and NCCL say when a process at the other end is no more
 PEER_GONE = r"Connection closed by peer|Connection reset by peer|Broken pipe|remote process exited"
-out_of_memory_hint = "use a smaller --micro_batch_size"
+out_of_memory_hint = "use a smaller model, or a machine with more"  # programs that know better set it
 
 
 class Console:

@@ -20,6 +20,7 @@ import tyro
 from tqdm import tqdm
 
 import checkpoint
+import cli
 import parallel
 from cli import UserError, first_line, hub_errors, parse, run
 from tokenizer import get_tokenizer
@@ -187,6 +188,7 @@ def main():
     flags = parse(Flags)
     if any(value is not None and value < 1 for value in (flags.batch_tokens, flags.limit)):
         raise UserError("--batch_tokens and --limit must be at least 1")
+    cli.out_of_memory_hint = "use a smaller --batch_tokens or model"
     ranks = parallel.start(flags.device)
     shape = dict(tokens=flags.batch_tokens or (16384 if ranks.device.type == "cuda" else 4096), widths=16)
     model = checkpoint.load_model(flags.model).to(ranks.device)

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 import tyro
 
 import checkpoint
+import cli
 import parallel
 from cli import UserError, parse, run
 from device import missing_compiler
@@ -196,6 +197,7 @@ def main():
         )
     if flags.stream and count > 1:
         raise UserError(f"--stream prints one text, --count is {count}: leave one of them out")
+    cli.out_of_memory_hint = "use a smaller --count or model"
     prompt = flags.prompt if flags.prompt_file is None else read_prompt(flags.prompt_file)
     ranks = parallel.start(flags.device)
     model = checkpoint.load_model(flags.model).to(ranks.device)
