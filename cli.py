@@ -89,7 +89,8 @@ def run(main):
     except Exception as error:
         text = f"{type(error).__name__}: {error}"
         if isinstance(error, MemoryError | RuntimeError) and re.search("MemoryError|" + OUT_OF_MEMORY_SIGNS, text):
-            error = UserError(f"out of memory: {out_of_memory_hint} ({str(error).split('.')[0]})")
+            size = re.search(r"[Tt]ried to allocate ([\d.]+ \w+)", text)
+            error = UserError(f"out of memory{f' (tried to allocate {size[1]})' if size else ''}: {out_of_memory_hint}")
         if isinstance(error, RuntimeError) and int(os.environ.get("WORLD_SIZE", 1)) > 1 and re.search(PEER_GONE, text):
             error = UserError(f"another rank has ended, and says why ({first_line(error).split('. ')[0]})")
         if not isinstance(error, UserError):

@@ -294,13 +294,13 @@ def test_out_of_memory_says_what_to_lower(monkeypatch, capsys):
     with pytest.raises(SystemExit) as stop:
         cli.run(main)
     assert stop.value.code == 1
-    assert capsys.readouterr().err == "error: out of memory: use --micro_batch_size 8 (CUDA out of memory)\n"
+    assert capsys.readouterr().err == "error: out of memory (tried to allocate 20.00 GiB): use --micro_batch_size 8\n"
     with pytest.raises(torch.OutOfMemoryError), checkpoint.explained("a checkpoint, which is not to blame"):
         main()
 
 
 def test_a_model_that_does_not_fit_says_so(train):
-    expect_error(train("wide", "--n_embd", 16777216, drop="--n_embd", fails=True), "out of memory: use --parallel")
+    expect_error(train("wide", "--n_embd", 16777216, drop="--n_embd", fails=True), "out of memory", "use --parallel")
 
 
 def test_what_a_growing_batch_depends_on_is_said():
