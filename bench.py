@@ -19,7 +19,7 @@ import products
 import sharded
 from cli import UserError, parse, run
 from config import MODEL_SWITCHES, SETTLING_STEPS, Config, check_given, defaults, resolve
-from device import be_deterministic
+from device import be_deterministic, less_memory
 from metrics import environment, flops_per_token, peak_memory, peak_tflops
 from model import GPT, GPTConfig
 from optim import accumulation_steps, make_optimizer
@@ -42,9 +42,6 @@ def main():
         raise UserError(f"--steps {config.steps}: it must be at least 1")
     if config.init_from != "scratch":
         raise UserError("bench.py starts from random weights: leave out --init_from")
-    cli.out_of_memory_hint = (
-        "use a smaller --micro_batch_size, --activation_checkpointing full, or --parallel zero3 on several GPUs"
-    )
     ranks = parallel.start(config.device)
     if config.deterministic:
         be_deterministic()  # before cuDNN makes its plans
@@ -61,6 +58,7 @@ def main():
     with torch.device("meta"):
         model = GPT(GPTConfig(seq_len=T, **sizes, **{name: getattr(config, name) for name in MODEL_SWITCHES}))
     parallel.checkpoint_activations(model, config.activation_checkpointing)
+    cli.out_of_memory_hint = less_memory()
     parallel.place(model, config, ranks)
     model.init_weights(sharded.fill)
     if config.fp8:
@@ -75,6 +73,7 @@ def main():
     for reason in reasons if ranks.is_main else ():
         print(f"note       {reason}")
 
+    cli.out_of_memory_hint = less_memory(B)
     seconds = []
     for _ in trange(SETTLING_STEPS + config.steps, unit="step", leave=False, disable=None if ranks.is_main else True):
         start = time.perf_counter()

@@ -161,6 +161,13 @@ def choose_micro_batch_size(config, ranks):
     return size, f"micro_batch_size is {size}: {where}"
 
 
+def less_memory(micro_batch_size=1):
+    """What to do, for a person, when memory runs out; without micro_batch_size where that does not matter."""
+    if micro_batch_size > 1:
+        return f"use --micro_batch_size {max(b for b in range(1, micro_batch_size) if micro_batch_size % b == 0)}"
+    return "use --parallel zero3 on several GPUs, --activation_checkpointing full, or a smaller --model or --seq_len"
+
+
 def be_deterministic():
     """Sums whose order a GPU leaves open, as those of its attention's gradients, are made in a fixed one from now on.
 

@@ -54,7 +54,7 @@ RUNGS = {
     "packed_attention": ("packed_attention", dict(packed_attention=False)),
     "autotune": ("autotune", dict(autotune=False)),
     "fp8": ("fp8", dict(fp8=False)),
-    "ddp": ("{parallel} × {world_size}", {}),
+    "ddp": ("{mode} × {world_size}", {}),
 }
 
 
@@ -139,7 +139,7 @@ def climb(config):
             if result["status"] == "done":
                 on += names
                 before = rung
-            show(result | dict(rung=label(names, result)))
+            show(result | dict(rung=label(names, result, rung.parallel)))
     done = [result for result in results if result["status"] == "done"]
     if done:
         print(f"{done[-1]['tokens_per_sec'] / done[0]['tokens_per_sec']:.1f} × from {done[0]['rung']} to the last rung")
@@ -236,13 +236,13 @@ def with_rungs(config, on, first):
     return dataclasses.replace(config, **changes)
 
 
-def label(names, result):
-    """A rung's name in the table."""
+def label(names, result, mode):
+    """A rung's name in the table; mode: its --parallel."""
     if names[0] == "baseline":
         return "baseline"
     if result["status"] != "done":
-        return "+ " + " + ".join(map(str, names)).replace("ddp + ", "DDP × ")
-    facts = result["facts"] | dict(parallel=result["facts"]["parallel"].upper())
+        return "+ " + " + ".join(map(str, names)).replace("ddp + ", f"{mode.upper()} × ")
+    facts = result["facts"] | dict(mode=mode.upper())
     return "+ " + " + ".join(RUNGS[name][0].format(**facts) for name in names if name in RUNGS)
 
 

@@ -12,7 +12,8 @@ import checkpoint
 import sharded
 from cli import UserError
 
-# Flags that may differ between a run and its continuation without a word: they change neither data nor updates
+# Flags, and the number of ranks, which may differ between a run and its continuation without a word: they change no
+# data and no updates
 FREE = set(
     "demo data_dir log_dir run_name device deterministic init_from resume parallel shard_ranks overlap_gradients "
     "activation_checkpointing micro_batch_size compile flash pad_vocab fused_adamw fused_loss fused_gelu "

@@ -29,7 +29,7 @@ import sharded
 from cli import UserError, parse, run
 from config import MODEL_SWITCHES, Config, check_given, defaults, resolve
 from data import Loader, TokenStream
-from device import be_deterministic
+from device import be_deterministic, less_memory
 from hellaswag import MultipleChoice, load_items
 from interrupt import Interrupt
 from metrics import RunLog, flops_per_token, peak_memory
@@ -113,10 +113,8 @@ def train(config, ranks):
         model = GPT(replace(sizes, **{name: getattr(config, name) for name in MODEL_SWITCHES}))
     # activation_checkpointing: less memory, so a larger model or micro-batch, for up to a third more computation
     parallel.checkpoint_activations(model, config.activation_checkpointing)
-    cli.out_of_memory_hint = (
-        "use --parallel zero3 on several GPUs, --activation_checkpointing full, or a smaller --model or --seq_len"
-    )
     # parallel: zero2, zero3 and hsdp leave each rank a part of the weights; with ddp it has all
+    cli.out_of_memory_hint = less_memory()
     parallel.place(model, config, ranks)
     if pretrained:
         checkpoint.load_weights(start_from, model, verified=bool(resumed))
@@ -150,8 +148,7 @@ def train(config, ranks):
     log = ranks.on_main(lambda: RunLog(config, device, ranks.world_size, flops_per_token(model, T), resumed, training))
     if log:
         print_plan(config, reasons, step, tokens, model, ranks, train_stream, val_stream, hellaswag, log)
-    if B > 1:
-        cli.out_of_memory_hint = f"use --micro_batch_size {max(b for b in range(1, B) if B % b == 0)}"
+    cli.out_of_memory_hint = less_memory(B)
     tracer = profiler.start(config, model.config, log, step) if log and config.profile else None
 
     # ------------------------------------------------------------------------------------------------------------------

@@ -319,7 +319,8 @@ def test_the_whole_ladder_on_four_gpus(canned, gpus):
     kernels = [{name} for name in ("bf16_residual", *KERNELS, "fp8")]
     assert changed[6:] == [recipe, {"total_batch_size"}, {"micro_batch_size"}, *kernels, set(), set()]
     assert (seen[0].micro_batch_size, seen[0].total_batch_size) == (16, 16 * 1024)
-    assert ladder.label(("ddp", 2), done(Config(parallel="zero3"), 1.0)) == "+ ZERO3 × 1"
+    assert ladder.label(("ddp", 2), done(Config(), 1.0), "zero3") == "+ ZERO3 × 1"
+    assert ladder.label(("ddp", 2), dict(status="skipped"), "hsdp") == "+ HSDP × 2"
 
 
 def test_a_gpu_without_bf16_and_tf32(canned, gpus):

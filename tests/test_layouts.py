@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 from conftest import ROOT, TINY, expect_error, free_port, logged, metrics
-from test_hellaswag import make_items
+from test_hellaswag import ALONE, make_items
 from torch._dynamo.testing import CompileCounter
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -125,9 +125,6 @@ def test_every_layout_trains_and_resumes_as_one_rank_does(train, train_several, 
     expect_error(command("sample.py", runs[1] / "checkpoint_000004"), "is damaged: shard-00003-", "No such file")
     (runs[1] / "checkpoint_000004" / "training.json").unlink()  # has the hashes
     expect_error(command("sample.py", runs[1] / "checkpoint_000004"), "checkpoint_000004 lacks a piece of")
-
-
-ALONE = parallel.Ranks(0, 1, torch.device("cpu"))
 
 
 def placed(n_layer, **flags):
