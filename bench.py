@@ -43,6 +43,11 @@ def main():
     if config.init_from != "scratch":
         raise UserError("bench.py starts from random weights: leave out --init_from")
     ranks = parallel.start(config.device)
+    time_steps(config, ranks)
+    parallel.stop()
+
+
+def time_steps(config, ranks):
     if config.deterministic:
         be_deterministic()  # before cuDNN makes its plans
     config, reasons = resolve(config, ranks)
@@ -104,8 +109,6 @@ def main():
         devices = f"{ranks.world_size} × {environment(device)['hardware']}"
         devices += f", {parallel.in_words(config, ranks)}" if ranks.world_size > 1 else ""
         print(f"first step {seconds[0]:.1f} s; {devices}; PyTorch {torch.__version__}")
-    del forward
-    parallel.stop()
 
 
 if __name__ == "__main__":

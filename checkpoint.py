@@ -316,22 +316,29 @@ def load_model(name, **options):
     config = dataclasses.replace(load_config(name), **options)
     with explained(name):
         model = GPT.empty(config)
+    verify_weights(name)
     load_weights(name, model)
     return model
 
 
-def load_weights(name, model, verified=False):
+def verify_weights(name):
+    """Raises UserError when a checkpoint's weights are not byte for byte what was written."""
+    compare(name, {file: value for file, value in hashes_of(name).items() if in_pieces(name) or file == WEIGHTS})
+
+
+def in_pieces(name):
+    return any(sharded.is_piece(path.name) for path in Path(name).glob("*"))
+
+
+def load_weights(name, model):
     """Copy the weights of what load_model takes into a GPT of its sizes, which may be in pieces over the ranks.
 
-    verified: a checkpoint's hashes were compared already. Raises as load_model.
+    Their hashes are not compared: that takes one rank, and this all of them. Raises as load_model.
     """
-    in_pieces = any(sharded.is_piece(path.name) for path in Path(name).glob("*"))
-    if not verified:
-        compare(name, {file: value for file, value in hashes_of(name).items() if in_pieces or file == WEIGHTS})
     with explained(name):
         if nanogpt.is_torch_file(name):
             model.load_hugging_face(nanogpt.load(name)[1], sharded.fill)
-        elif in_pieces:
+        elif in_pieces(name):
             sharded.load(name, {own: stored(own, each.detach()) for own, each in model.named_parameters()})
         else:
             model.load_hugging_face(load_file(find_file(name, WEIGHTS)), sharded.fill)

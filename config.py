@@ -82,7 +82,8 @@ class Config:
     """Compute a block again in backward instead of keeping what it computed: all of it, or only what is cheap."""
 
     micro_batch_size: int | None = None
-    """Sequences a device takes at once; by default what fits it. Changes speed and memory, not the result."""
+    """Sequences a device takes at once; by default what fits it. Changes speed and memory, not the result (but see
+    batch_warmup_steps)."""
     total_batch_size: int = 524288
     """Tokens in a step, over all devices and accumulated micro-batches."""
     max_steps: int = 19073

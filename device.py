@@ -186,7 +186,7 @@ def bytes_of_weights(config, ranks):
     """What a rank holds: in float32 weights, gradients and AdamW's two moments; and weights to compute with."""
     weights = count_params(config)
     if config.parallel == "ddp":
-        return 18 * weights
+        return 18 * weights  # 20 when backward is done and accumulates, but by then the activations are gone
     block = 12 * config.n_embd**2
     unit, embeddings = blocks_together(config) * block, weights - config.n_layer * block
     gathered = weights if config.parallel == "zero2" else embeddings + 2 * unit  # one computes, one is on its way

@@ -214,9 +214,9 @@ def blocks_together(config):
 def shard(model, config, ranks):
     """Spread a GPT's weights, gradients and AdamW's state over the ranks (Rajbhandari et al. 2020, "ZeRO"), in place.
 
-    Each piece is gathered in bf16 before it computes, a block (or some small ones) while the one before is at work, and
-    float32 stays in the shards. zero2 keeps what it has gathered until the step ends; zero3 and hsdp let go of it at
-    once. https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html
+    Each piece is gathered before it computes, with autocast in bf16, a block (or some small ones) while the one before
+    is at work; float32 stays in the shards. zero2 keeps what it has gathered until the step ends; zero3 and hsdp let go
+    of a block at once. https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html
     """
     size = row_length(config, ranks)
     shape = (ranks.world_size // size, size)
@@ -301,7 +301,7 @@ def zero_gradients(optimizer, train_forward):
 
 @contextlib.contextmanager
 def gathered(model, config):
-    """Meanwhile every rank has all weights, in bf16, and may call the model as often as it likes; no gradients.
+    """Meanwhile every rank has all weights to compute with, and may call the model as often as it likes; no gradients.
 
     Raises UserError where they do not fit.
     """

@@ -117,7 +117,9 @@ def train(config, ranks):
     cli.out_of_memory_hint = less_memory()
     parallel.place(model, config, ranks)
     if pretrained:
-        checkpoint.load_weights(start_from, model, verified=bool(resumed))
+        if not resumed:  # else they were when it was found
+            ranks.on_main(lambda: checkpoint.verify_weights(start_from))
+        checkpoint.load_weights(start_from, model)
     else:
         model.init_weights(sharded.fill)
     # fp8: the blocks' products in 8 bits, at twice the rate; tensors need scales, which follow the values they had

@@ -117,6 +117,7 @@ def test_every_layout_trains_and_resumes_as_one_rank_does(train, train_several, 
     piece.write_bytes(piece.read_bytes()[:-1] + b"x")
     for done in (
         train("again", *flags, "--resume", runs[1] / "checkpoint_000004", fails=True),
+        train("from", "--init_from", runs[1] / "checkpoint_000004", drop="--n_layer --n_head --n_embd", fails=True),
         command("export.py", runs[1] / "checkpoint_000004", "damaged"),
         command("sample.py", runs[1] / "checkpoint_000004"),
     ):
