@@ -91,7 +91,8 @@ def run(main):
         if isinstance(error, MemoryError | RuntimeError) and re.search("MemoryError|" + OUT_OF_MEMORY_SIGNS, text):
             size = re.search(r"[Tt]ried to allocate ([\d.]+ \w+)", text)
             error = UserError(f"out of memory{f' (tried to allocate {size[1]})' if size else ''}: {out_of_memory_hint}")
-        if isinstance(error, RuntimeError) and int(os.environ.get("WORLD_SIZE", 1)) > 1 and re.search(PEER_GONE, text):
+        world_size = int(os.environ.get("WORLD_SIZE", 1))
+        if isinstance(error, RuntimeError) and world_size > 1 and re.search(PEER_GONE, text):
             error = UserError(f"another rank has ended, and says why ({first_line(error).split('. ')[0]})")
         if not isinstance(error, UserError):
             raise
@@ -100,6 +101,10 @@ def run(main):
             # Rank 0 met the same error as a rule, and torchrun ends this rank before it can repeat it.
             time.sleep(5)
         print(f"error{f' (rank {rank})' if rank else ''}: {error}", file=sys.stderr, flush=True)
+        if world_size > 1:
+            # gloo's thread may still hold a collective: to let go of it while Python is ending would be SIGABRT. And to
+            # leave the group first, as parallel.stop() does, could mean to wait for ranks that never answer.
+            time.sleep(0.2)
         sys.exit(1)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
