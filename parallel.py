@@ -188,7 +188,7 @@ def stop():
 # The model over the ranks
 
 # Parameters, or more: where blocks are small, to gather each alone takes Python longer than the GPU to compute with it.
-# In trials of GPT-2 124M with zero3 on two H200s four together are 1.02 x as fast, 1.05 x with one micro-batch a step.
+# A trial of GPT-2 124M with zero3 on two H200s: four together are 1.02 x as fast, 1.05 x with one micro-batch a step.
 GATHERED_TOGETHER = 25_000_000
 
 
