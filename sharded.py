@@ -6,6 +6,7 @@ rank that had all. Documentation: https://docs.pytorch.org/docs/stable/distribut
 
 import math
 import warnings
+from itertools import accumulate
 from pathlib import Path
 
 import torch
@@ -20,6 +21,8 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from cli import UserError, first_line
 from files import digest, flush_to_disk
+
+FILE_BYTES = 2**30  # a rank begins another file after so many: a file is copied, in memory, before it is written
 
 
 def is_sharded(model):
@@ -46,9 +49,8 @@ def write(folder, tensors, group):
     """
     rank, error, hashes = dist.get_rank(group), None, {}
     try:
-        dcp.save(
-            tensors, storage_writer=HuggingFaceStorageWriter(str(folder), save_distributed=True), process_group=group
-        )
+        writer = HuggingFaceStorageWriter(str(folder), split_into_files(tensors, group), save_distributed=True)
+        dcp.save(tensors, storage_writer=writer, process_group=group)
         for path in Path(folder).glob(f"shard-{rank + 1:05d}-*.safetensors"):
             check_written(path, {name: local(tensors[name]) for name in safe_open(path, "pt").keys()})
             flush_to_disk(path)
@@ -62,6 +64,14 @@ def write(folder, tensors, group):
     if errors := [error for error, _ in reports if error]:
         raise OSError(errors[0])
     return {name: value for _, hashes in reports for name, value in hashes.items()}
+
+
+def split_into_files(tensors, group):
+    """The number of the file, from 1, that each of all ranks' tensors goes to: {name: number}."""
+    ranks = [None] * dist.get_world_size(group)
+    dist.all_gather_object(ranks, {name: local(tensor).nbytes for name, tensor in tensors.items()}, group=group)
+    sizes = {name: size for rank in ranks for name, size in rank.items()}
+    return {name: 1 + begin // FILE_BYTES for name, begin in zip(sizes, accumulate(sizes.values(), initial=0))}
 
 
 def first_failure(error):

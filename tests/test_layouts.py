@@ -21,7 +21,8 @@ from optim import make_optimizer
 # Trains once for each list of arguments, in the same processes
 SEVERAL = """
 import json, os, sys
-import train_gpt2
+import sharded, train_gpt2
+sharded.FILE_BYTES = 100_000  # several files a rank
 for port, arguments in json.load(open(sys.argv[1])):
     os.environ["MASTER_PORT"] = str(port)
     sys.argv = ["train_gpt2.py", *arguments]
@@ -96,6 +97,7 @@ def test_every_layout_trains_and_resumes_as_one_rank_does(train, train_several, 
     for run in runs[4:]:
         assert_same(run, whole, steps=2)
     assert not (runs[2] / "checkpoint_000002" / "model.safetensors").exists()  # in pieces
+    assert len(list((runs[2] / "checkpoint_000002").glob("shard-00001-*"))) > 2
     samples = [[row["samples"] for row in metrics(run) if "samples" in row] for run in (whole, *runs)]
     assert all(mine == samples[0][-len(mine) :] and mine for mine in samples)
 
