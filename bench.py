@@ -13,16 +13,16 @@ from dataclasses import dataclass
 import torch
 from tqdm import trange
 
-import cli
-import parallel
-import products
-import sharded
-from cli import UserError, parse, run
+from checkpoints import pieces
+from common import cli
+from common.cli import UserError, parse, run
+from common.device import be_deterministic, less_memory
 from config import MODEL_SWITCHES, SETTLING_STEPS, Config, check_given, defaults, resolve
-from device import be_deterministic, less_memory
-from metrics import environment, flops_per_token, peak_memory, peak_tflops
+from kernels import cublaslt
 from model import GPT, GPTConfig
-from optim import accumulation_steps, make_optimizer
+from observe.metrics import environment, flops_per_token, peak_memory, peak_tflops
+from optim.optimizer import accumulation_steps, make_optimizer
+from parallel import distributed
 
 
 @dataclass
@@ -42,19 +42,19 @@ def main():
         raise UserError(f"--steps {config.steps}: it must be at least 1")
     if config.init_from != "scratch":
         raise UserError("bench.py starts from random weights: leave out --init_from")
-    ranks = parallel.start(config.device)
-    time_steps(config, ranks)
-    parallel.stop()
+    distributed = distributed.start(config.device)
+    time_steps(config, distributed)
+    distributed.stop()
 
 
-def time_steps(config, ranks):
+def time_steps(config, distributed):
     if config.deterministic:
         be_deterministic()  # before cuDNN makes its plans
-    config, reasons = resolve(config, ranks)
+    config, reasons = resolve(config, distributed)
     check_given(sys.argv, reasons)
-    device, B, T = ranks.device, config.micro_batch_size, config.seq_len
+    device, B, T = distributed.device, config.micro_batch_size, config.seq_len
     torch.set_float32_matmul_precision("high" if config.tf32 else "highest")
-    products.autotune = config.autotune
+    cublaslt.autotune = config.autotune
     kind = torch.float16 if config.autocast == "fp16" else torch.bfloat16
     autocast = torch.autocast(device.type, kind, enabled=config.autocast != "off")
     scaler = torch.amp.GradScaler(device.type, enabled=config.autocast == "fp16")
@@ -62,52 +62,52 @@ def time_steps(config, ranks):
     sizes = dict(n_layer=config.n_layer, n_head=config.n_head, n_embd=config.n_embd)
     with torch.device("meta"):
         model = GPT(GPTConfig(seq_len=T, **sizes, **{name: getattr(config, name) for name in MODEL_SWITCHES}))
-    parallel.checkpoint_activations(model, config.activation_checkpointing)
+    distributed.checkpoint_activations(model, config.activation_checkpointing)
     cli.out_of_memory_hint = less_memory()
-    parallel.place(model, config, ranks)
-    model.init_weights(sharded.fill)
+    distributed.place(model, config, distributed)
+    model.init_weights(pieces.fill)
     if config.fp8:
-        import fp8
+        from kernels import fp8
 
-        fp8.convert(model, targets=accumulation_steps(0, config, ranks.world_size) * B * T)
-    forward = parallel.wrap_ddp(torch.compile(model, dynamic=False) if config.compile else model, config, ranks)
+        fp8.convert(model, targets=accumulation_steps(0, config, distributed.world_size) * B * T)
+    forward = distributed.wrap_ddp(torch.compile(model, dynamic=False) if config.compile else model, config, distributed)
     optimizer = make_optimizer(model, config)
     tokens = torch.randint(model.config.vocab_size, (B, T + 1), device=device)
     x, y = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
-    micro_steps = accumulation_steps(config.batch_warmup_steps, config, ranks.world_size)
-    for reason in reasons if ranks.is_main else ():
+    micro_steps = accumulation_steps(config.batch_warmup_steps, config, distributed.world_size)
+    for reason in reasons if distributed.is_main else ():
         print(f"note       {reason}")
 
     cli.out_of_memory_hint = less_memory(B)
     seconds = []
-    for _ in trange(SETTLING_STEPS + config.steps, unit="step", leave=False, disable=None if ranks.is_main else True):
+    for _ in trange(SETTLING_STEPS + config.steps, unit="step", leave=False, disable=None if distributed.is_main else True):
         start = time.perf_counter()
         loss_sum = torch.zeros((), device=device)
         for micro_step in range(micro_steps):
-            with parallel.micro_batch(model, forward, config, last=micro_step == micro_steps - 1):
+            with distributed.micro_batch(model, forward, config, last=micro_step == micro_steps - 1):
                 with autocast:
                     loss = forward(x, y) / micro_steps
                 scaler.scale(loss).backward()
             loss_sum += loss.detach()
         scaler.unscale_(optimizer)
         torch.nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip or float("inf"))
-        read = ranks.begin_sum(loss_sum)
+        read = distributed.begin_all_reduce(loss_sum)
         scaler.step(optimizer)
         scaler.update()
-        parallel.zero_gradients(optimizer, forward)
+        distributed.zero_gradients(optimizer, forward)
         if config.fp8:
             fp8.follow(model, micro_steps)
         read()  # waits for the gradients, not for the update, as train_gpt2.py does
         seconds.append(time.perf_counter() - start)
 
-    if ranks.is_main:
+    if distributed.is_main:
         step = statistics.median(seconds[SETTLING_STEPS:])
-        rate = micro_steps * B * T * ranks.world_size / step
+        rate = micro_steps * B * T * distributed.world_size / step
         peak = config.peak_tflops or peak_tflops(device)
-        mfu = f", MFU {rate * flops_per_token(model, T) / (peak * 1e12 * ranks.world_size):.1%}" if peak else ""
+        mfu = f", MFU {rate * flops_per_token(model, T) / (peak * 1e12 * distributed.world_size):.1%}" if peak else ""
         print(f"{rate:,.0f} tokens/sec, {1000 * step:.2f} ms a step{mfu}, peak memory {peak_memory(device):.2f} GB")
-        devices = f"{ranks.world_size} × {environment(device)['hardware']}"
-        devices += f", {parallel.in_words(config, ranks)}" if ranks.world_size > 1 else ""
+        devices = f"{distributed.world_size} × {environment(device)['hardware']}"
+        devices += f", {distributed.in_words(config, distributed)}" if distributed.world_size > 1 else ""
         print(f"first step {seconds[0]:.1f} s; {devices}; PyTorch {torch.__version__}")
 
 

@@ -1,25 +1,19 @@
-"""Config: every flag of train_gpt2.py with its default; the GPT-2 sizes; and how flags fit together."""
+"""Config: every flag with its default and one line of help; the GPT-2 sizes; and how flags fit together."""
 
 import dataclasses
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, make_dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
+import tyro
 
-from cli import UserError
-from device import choose_micro_batch_size, fit_attention, fit_device, nearest_multiples
-from parallel import averaging_rate, row_length
-
-# flags that the model has too
-MODEL_SWITCHES = ("flash", "pad_vocab", "bf16_residual", "fused_loss", "fused_gelu", "packed_attention")
-# Bytes/s from which gradients are averaged after backward: 498 MB then take the 5 ms that torch.compile's cuts cost
-FAST_LINKS = 100e9
-# what interrupts training now and then
-EVALUATIONS = ("val_every", "hellaswag_every", "sample_every", "checkpoint_every")
-# steps that are not measured: compilation, the allocator's growth, the clock's settling
-SETTLING_STEPS = 5
+from common.cli import UserError, given
+from observe import profiler
+from optimizations import RUNGS, SWITCHES, Note, turn_off_unavailable
+from parallel.fsdp import shard_group_size
+from parallel.memory import check_micro_batch_size, choose_micro_batch_size
 
 # layers, heads, width (Radford et al. 2019, table 2; heads as in OpenAI's released weights)
 SIZES = {
@@ -28,153 +22,209 @@ SIZES = {
     "gpt2-large": (36, 20, 1280),  # 774M
     "gpt2-xl": (48, 25, 1600),  # 1558M
 }
+EVALUATIONS = ("val_every", "hellaswag_every", "sample_every", "checkpoint_every")  # what interrupts training
 
 
 @dataclass
-class Config:
-    """Train GPT-2. Without flags: GPT-2 124M on FineWeb-Edu 10BT, as fast as the hardware allows.
+class Basics:
+    """The flags that most people need."""
 
-    On several GPUs: torchrun --standalone --nproc_per_node=8 train_gpt2.py [flags]
-    """
+    TITLE = "basic"
 
     demo: bool = False
     """Train a small GPT-2 for a few minutes on text that comes with Python: no GPU, no network, no FineWeb needed."""
-
     model: Literal["gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl"] = "gpt2"
-    """The model's size: 124M, 355M, 774M or 1558M parameters."""
+    """Model size: 124M, 355M, 774M or 1558M parameters."""
+    data_dir: str = "edu_fineweb10B"
+    """Folder of shards that fineweb.py wrote."""
+    max_steps: int = 19073
+    """Training steps; the default is one epoch of 10B tokens."""
+    micro_batch_size: int | None = None
+    """Sequences in one forward and backward of a device; by default what fits. Changes speed and memory only (but see
+    batch_warmup_steps)."""
+    lr: float = 6e-4
+    """Peak learning rate."""
+    run_name: str | None = None
+    """Folder of the run in log_dir, and its name on wandb; by default the model and the time of day."""
+    resume: str = "auto"
+    """auto: continue from the newest checkpoint of the run that --run_name names, if it has one. never: do not. A path:
+    a checkpoint, or a run, which continues from its newest."""
+    wandb: Literal["auto", "online", "offline", "disabled"] = "auto"
+    """auto: online if wandb is logged in, else offline."""
+    ladder: bool = False
+    """Measure what each optimization buys: a short run with all of them off, then one more with each turned on."""
+
+
+@dataclass
+class Model:
+    """The model, and the weights it starts from."""
+
+    TITLE = "model"
+
     n_layer: int | None = None
-    """Layers, in place of the model's own."""
+    """Layers, instead of the model's own."""
     n_head: int | None = None
-    """Attention heads, in place of the model's own."""
+    """Attention heads, instead of the model's own."""
     n_embd: int | None = None
-    """Embedding width, in place of the model's own."""
+    """Embedding width, instead of the model's own."""
     seq_len: int = 1024
-    """Tokens in a sequence."""
+    """Sequence length in tokens."""
     init_from: str = "scratch"
     """Initial weights: scratch, a checkpoint, a Hugging Face folder, or a name on its hub such as gpt2."""
-
-    data_dir: str = "edu_fineweb10B"
-    """The folder of shards that fineweb.py writes."""
-    shuffle: bool = True
-    """Take documents in an order drawn from the seed, anew each epoch; --no_shuffle reads the shards as they lie."""
-    log_dir: str = "log"
-    """Runs are folders in here."""
-    run_name: str | None = None
-    """The run's folder and its name on wandb; by default the model and the time of day."""
-    device: Literal["auto", "cuda", "cpu", "mps"] = "auto"
-    """auto takes a GPU where there is one."""
     seed: int = 1337
-    """Fixes the initial weights, the order of the data, and the samples."""
-    deterministic: bool = False
-    """The same bits each time on the same kind of device, for a price; without it a GPU adds in varying order."""
+    """Seed of the initial weights, the data order and the samples."""
 
-    parallel: Literal["ddp", "zero2", "zero3", "hsdp"] = "ddp"
-    """What each of several GPUs holds. ddp: everything. zero2: all weights in bf16, and its part of what AdamW needs.
-    zero3: its part of all. hsdp: its part of a copy that each machine has."""
-    shard_ranks: int | None = None
-    """The ranks over which hsdp spreads a copy; by default those of a machine."""
-    overlap_gradients: Literal["auto", "on", "off"] = "auto"
-    """Average gradients over the GPUs while backward still computes, for which torch.compile cuts its graph; off, after
-    it. auto measures how fast the links between the GPUs are."""
-    bf16_gradients: bool = False
-    """Average gradients over the GPUs in bf16: half the bytes to send."""
-    activation_checkpointing: Literal["off", "full", "selective"] = "off"
-    """Compute a block again in backward instead of keeping what it computed: all of it, or only what is cheap."""
 
-    micro_batch_size: int | None = None
-    """Sequences a device takes at once; by default what fits it. Changes speed and memory, not the result (but see
-    batch_warmup_steps)."""
-    total_batch_size: int = 524288
-    """Tokens in a step, over all devices and accumulated micro-batches."""
-    max_steps: int = 19073
-    """Steps of training; the default is one epoch of 10B tokens."""
+@dataclass
+class Data:
+    """The order of the training data."""
 
-    tf32: bool = True
-    """TensorFloat-32 tensor cores for products in float32; with autocast none are left."""
+    TITLE = "data"
+
+    shuffle: bool = True
+    """Shuffle documents by the seed, anew each epoch; --no_shuffle reads the shards in order."""
+
+
+Switches = make_dataclass(
+    "Switches", [(row.name, Annotated[bool, tyro.conf.arg(help=row.buys + ".")], row.default) for row in SWITCHES]
+)
+
+
+@dataclass
+class Speed(Switches):
+    """What computes, and in which precision: the optimizations of optimizations.py."""
+
+    TITLE = "precision and speed"
+
     autocast: Literal["bf16", "fp16", "off"] = "bf16"
     """Mixed precision; fp16 scales its gradients and is for GPUs without bf16."""
-    compile: bool = True
-    """torch.compile: fused kernels instead of one launch an operation."""
-    flash: bool = True
-    """Flash attention, through F.scaled_dot_product_attention; off, attention is written out."""
-    pad_vocab: bool = True
-    """Pad the vocabulary from 50257 to 50304, which tensor-core tiles divide."""
-    fused_adamw: bool = True
-    """AdamW's update of all parameters in one kernel."""
-    bf16_residual: bool = True
-    """Keep the residual stream in bf16, as --autocast bf16 does its products."""
-    fused_loss: bool = True
-    """The head, the cross-entropy and their gradients for a part of the batch at a time, by a Triton kernel."""
-    fused_gelu: bool = True
-    """GELU and its gradient within the MLP's products, by cuBLASLt."""
-    packed_attention: bool = True
-    """Flash attention through cuDNN's front end, which leaves the gradients of q, k and v side by side."""
-    autotune: bool = True
-    """Time cuBLASLt's algorithms in the first step, for the products of fused_loss, fused_gelu and fp8, and take the
-    fastest of those that give the same bits."""
-    fp8: bool = False
-    """The blocks' products in 8-bit floating point, for Hopper and newer. The loss then differs by more than rounding
-    does in bf16."""
+    device: Literal["auto", "cuda", "cpu", "mps"] = "auto"
+    """auto: a GPU if there is one."""
+    deterministic: bool = False
+    """Bitwise reproducible on the same kind of device, 1% slower; otherwise a GPU sums in varying order."""
 
-    lr: float = 6e-4
-    """Highest learning rate."""
+
+@dataclass
+class Recipe:
+    """The batch size and the optimizer's hyperparameters."""
+
+    TITLE = "recipe"
+
+    total_batch_size: int = 524288
+    """Tokens in a step, over all devices and accumulated micro-batches."""
     min_lr_ratio: float = 0.1
     """The cosine ends at this fraction of lr."""
     warmup_steps: int = 715
-    """Steps in which the learning rate rises linearly; the default is GPT-3's 375M tokens."""
+    """Steps of linear learning-rate warm-up; the default is GPT-3's 375M tokens."""
     lr_schedule: Literal["cosine", "constant"] = "cosine"
-    """What the learning rate does after its warm-up."""
+    """Learning rate after the warm-up."""
     weight_decay: float = 0.1
-    """Decay of matrices and embeddings."""
+    """Weight decay of matrices and embeddings."""
     beta1: float = 0.9
-    """AdamW's decay of the first moment."""
+    """AdamW's decay rate of the first moment."""
     beta2: float = 0.95
-    """AdamW's decay of the second moment."""
+    """AdamW's decay rate of the second moment."""
     grad_clip: float = 1.0
-    """Scale the gradient down to this norm; 0 is off."""
+    """Clip the gradient to this norm; 0 is off."""
     batch_warmup_steps: int = 0
-    """Steps in which the batch grows from one micro-batch a device to its full size, as GPT-3's did; 0 is off."""
+    """Steps in which the batch grows from one micro-batch a device to total_batch_size, as GPT-3's did; 0 is off."""
+
+
+@dataclass
+class SeveralGPUs:
+    """How the model is spread over several GPUs, and memory."""
+
+    TITLE = "several GPUs"
+
+    parallel: Literal["ddp", "zero2", "zero3", "hsdp"] = "ddp"
+    """What each GPU holds. ddp: everything. zero2: all weights in bf16, a shard of gradients and optimizer state.
+    zero3: a shard of everything. hsdp: a shard of the copy that each machine holds."""
+    shard_ranks: int | None = None
+    """Ranks that share one copy of the weights with hsdp; by default those of a machine."""
+    activation_checkpointing: Literal["off", "full", "selective"] = "off"
+    """Recompute a block's activations in backward instead of keeping them: all, or only those that are cheap."""
+
+
+@dataclass
+class Evaluation:
+    """Validation, HellaSwag and samples. They, and checkpoints, also come after the last step."""
+
+    TITLE = "evaluation"
 
     val_every: int = 250
-    """Steps between validations; 0 is off. These, HellaSwag, samples and checkpoints also come after the last step."""
+    """Steps between validations; 0 is off."""
     val_steps: int = 20
-    """Validate on this many times total_batch_size tokens, or all there are."""
+    """Validate on this many times total_batch_size tokens, or on all there are."""
     hellaswag_every: int = 250
     """Steps between HellaSwag evaluations; 0 is off."""
     hellaswag_data: str | None = None
     """HellaSwag's validation set as a local .jsonl file; by default it is downloaded."""
     sample_every: int = 250
     """Steps between samples; 0 is off."""
+
+
+@dataclass
+class Checkpoints:
+    """When a run is saved, and when it stops."""
+
+    TITLE = "checkpoints"
+
     checkpoint_every: int = 1000
     """Steps between checkpoints; 0 is off."""
     keep_checkpoints: int = 3
-    """The newest checkpoints that stay, beside the one with the lowest validation loss."""
-    resume: str = "auto"
-    """auto goes on from the newest checkpoint of the run that --run_name names, if it has one; never does not; a path
-    is that of a checkpoint, or of a run, which goes on from its newest."""
+    """Newest checkpoints to keep, besides the one with the lowest validation loss."""
     max_bad_steps: int = 10
-    """Stop after this many steps in a row whose loss or gradient is not finite; each of them is skipped."""
-    wandb: Literal["auto", "online", "offline", "disabled"] = "auto"
-    """auto is online where wandb is logged in, and offline otherwise."""
+    """Stop after this many consecutive steps whose loss or gradient is not finite; each of them is skipped."""
+
+
+@dataclass
+class Logging:
+    """Logs and wandb."""
+
+    TITLE = "logging"
+
+    log_dir: str = "log"
+    """Folder of all runs."""
     wandb_project: str = "gpt2"
-    """The project that runs go to on wandb."""
+    """Project on wandb."""
     wandb_group: str | None = None
-    """A group of runs on wandb that this one belongs to."""
+    """Group on wandb."""
     peak_tflops: float | None = None
     """The device's dense bf16 peak, for MFU; known for common GPUs."""
 
-    ladder: bool = False
-    """Measure what each optimization buys: a short run with all of them off, then one more with each turned on."""
-    rungs: str = "all"
-    """The ladder's rungs, with commas, in the order to climb; a+b is one rung that turns on both. What isn't named
-    stays off. They are tf32, bf16, compile, flash, pad_vocab, fused_adamw, recipe, accumulation, micro_batch,
-    bf16_residual, fused_loss, fused_gelu, packed_attention, autotune, fp8 (among all only with --fp8), ddp."""
+
+@dataclass
+class Measuring:
+    """The ladder and the profiler."""
+
+    TITLE = "measuring"
+
+    rungs: Annotated[
+        str,
+        tyro.conf.arg(
+            help="The ladder's rungs, comma-separated, in the order to climb; a+b turns on both in one rung. A rung "
+            f"that is not named stays off. They are {', '.join(RUNGS)}; all of them but fp8, unless --fp8 is given."
+        ),
+    ] = "all"
     ladder_steps: int = 20
-    """Steps measured on each rung, and in each cell of a sweep, after a few that warm up. They take the place of
-    max_steps, and there are no evaluations and no checkpoints."""
+    """Steps measured on each rung, and in each cell of a sweep, after a few that warm up. They replace max_steps, and
+    there are no evaluations and no checkpoints."""
     profile: int = 0
-    """Trace this many steps with PyTorch's profiler, once the first are over, and print where their time went; 0 is
+    """Trace this many steps with PyTorch's profiler, after the first ones, and print where their time went; 0 is
     off."""
+
+
+GROUPS = (Basics, Model, Data, Speed, Recipe, SeveralGPUs, Evaluation, Checkpoints, Logging, Measuring)
+
+
+@dataclass
+class Config(*reversed(GROUPS)):
+    """Train GPT-2. Without flags: GPT-2 124M on FineWeb-Edu 10BT, as fast as the hardware allows.
+
+    On several GPUs: torchrun --standalone --nproc_per_node=8 train_gpt2.py [flags]
+    """
+
+    GROUPS = GROUPS
 
 
 # A small model that learns something on two CPU cores within two minutes. Nearly all of its time goes into the
@@ -198,26 +248,17 @@ DEMO = Config(
     checkpoint_every=100,
 )
 
-
 def defaults(arguments):
-    """The defaults that a command line asks for: DEMO for --demo, and for a --ladder where there is no GPU, unless it
+    """The default Config of a command line: DEMO with --demo, and for a --ladder without a GPU, unless the command line
     says what to train on what."""
     if {"--help", "-h"} & set(arguments):
         return Config()
     if "--demo" in arguments:
         return dataclasses.replace(DEMO, compile="--ladder" in arguments)
-    if (
-        "--ladder" in arguments
-        and not {"data_dir", "device", "model", "init_from"} & given(arguments)
-        and not torch.cuda.is_available()
-    ):
+    chosen = {"data_dir", "device", "model", "init_from"} & given(arguments)
+    if "--ladder" in arguments and not chosen and not torch.cuda.is_available():
         return dataclasses.replace(DEMO, compile=True)
     return Config()
-
-
-def given(arguments):
-    """The names of the flags on a command line, in which tyro takes - for _ too."""
-    return {flag.partition("=")[0][2:].replace("-", "_") for flag in arguments if flag.startswith("--")}
 
 
 def flags(config):
@@ -232,138 +273,109 @@ def flags(config):
     return result
 
 
-def resolve(config, ranks, pretrained=None, resumed=None, step=0):
-    """Fill in what follows from the other flags and the device, and check that it all fits together.
+# ----------------------------------------------------------------------------------------------------------------------
+# How flags fit together
 
-    pretrained is the GPTConfig of the model that --init_from names, or the checkpoint `resumed`, if there is one,
-    which is at `step`.
-    Returns the complete Config and a list of lines that say what was chosen or changed, and why.
+
+def resolve(config, distributed, free_memory=None, pretrained=None, resumed=None, step=0):
+    """Compute what follows from the flags and the device, and check that everything fits together.
+
+    free_memory: bytes, the least of all ranks' GPUs; None on a CPU. pretrained: the GPTConfig of what --init_from names,
+    or of `resumed`, the checkpoint that training continues from at step `step`.
+    Returns the complete Config and a list of Notes: what was chosen or changed, and why.
     Raises UserError, with what to do, for flags that contradict each other.
     """
-    new = dataclasses.replace(config)
-    reasons = []
-
-    check_bounds(new)
-    if new.rungs != "all":
+    check_bounds(config)
+    if config.rungs != "all":
         raise UserError("--rungs chooses rungs of the ladder: add --ladder")
-    traced = range(step + SETTLING_STEPS, step + SETTLING_STEPS + new.profile)
-    if new.profile and new.max_steps < traced.stop:
-        raise UserError(
-            f"--profile {new.profile} starts after {SETTLING_STEPS} steps: use --max_steps {traced.stop} or more"
-        )
-    for name in EVALUATIONS:
-        every = getattr(new, name)
-        if every and any(step % every == 0 for step in traced):
-            raise UserError(f"--{name} {every} falls among the steps that --profile traces: use --{name} 0")
-    if new.init_from == "scratch":
-        for name, of_size in zip(("n_layer", "n_head", "n_embd"), SIZES[new.model]):
-            if getattr(new, name) is None:
-                setattr(new, name, of_size)
-        if new.n_embd % new.n_head:
-            heads = min((h for h in range(1, new.n_embd + 1) if new.n_embd % h == 0), key=lambda h: abs(h - new.n_head))
-            raise UserError(f"--n_embd {new.n_embd} cannot be divided into {new.n_head} heads: try --n_head {heads}")
-        for name in ("n_layer", "n_head", "n_embd", "seq_len") if resumed else ():
-            if getattr(new, name) != getattr(pretrained, name):
-                raise UserError(
-                    f"--{name} {getattr(new, name)}, but {resumed} has {getattr(pretrained, name)}: leave the model's "
-                    "flags as they were, or start a new run under another --run_name"
-                )
-    else:
-        if new.n_layer or new.n_head or new.n_embd or new.model != "gpt2":
-            raise UserError(
-                "--init_from brings the model's sizes with it: leave out --model, --n_layer, --n_head, --n_embd, --demo"
-            )
-        new.n_layer, new.n_head, new.n_embd = pretrained.n_layer, pretrained.n_head, pretrained.n_embd
-        if new.seq_len > pretrained.seq_len:
-            raise UserError(
-                f"--seq_len {new.seq_len}, but {new.init_from} knows {pretrained.seq_len} positions: "
-                f"use --seq_len {pretrained.seq_len}"
-            )
+    profiler.check_steps(config, step)
+    new = dataclasses.replace(config)
+    set_sizes(new, pretrained, resumed)
+    notes = []
     if new.device == "auto":
-        new.device = ranks.device.type
-    fit_ranks(new, ranks, reasons)
-    fit_device(new, ranks.device, reasons)
-    if new.parallel != "ddp" and new.autocast == "fp16":
-        raise UserError(f"--autocast fp16 scales its gradients, which goes with --parallel ddp, not {new.parallel}")
-
-    share = new.seq_len * ranks.world_size  # tokens in one sequence on every rank
+        new.device = distributed.device.type
+    if new.autocast == "bf16" and distributed.device.type == "cuda":
+        if torch.cuda.get_device_capability(distributed.device) < (8, 0):
+            new.autocast = "fp16"
+            name = torch.cuda.get_device_name(distributed.device)
+            notes.append(Note("autocast", "fp16", f"{name} has no bf16; gradients are scaled"))
+    new, unavailable = turn_off_unavailable(new, distributed)
+    notes += unavailable
+    check_parallel(new, distributed, notes)
     if new.micro_batch_size is None:
-        new.micro_batch_size, reason = choose_micro_batch_size(new, ranks)
-        reasons.append(reason)
-    elif new.total_batch_size % (new.micro_batch_size * share):
-        sequences = new.total_batch_size // share
-        fits = [b for b in range(1, sequences + 1) if new.total_batch_size % (b * share) == 0]
-        nearest = nearest_multiples(new.total_batch_size, new.micro_batch_size * share)
-        hint = f"--micro_batch_size {min(fits, key=lambda b: abs(b - new.micro_batch_size))} or " if fits else ""
-        raise UserError(
-            f"--total_batch_size {new.total_batch_size} is not a multiple of micro_batch_size {new.micro_batch_size} "
-            f"× seq_len {new.seq_len} × {ranks.world_size} ranks: try {hint}--total_batch_size {nearest}"
-        )
-    fit_attention(new, ranks.device, reasons)
+        new.micro_batch_size, reason = choose_micro_batch_size(new, distributed, free_memory)
+        notes.append(Note("micro_batch_size", new.micro_batch_size, reason))
+    else:
+        check_micro_batch_size(new, distributed)
     if new.fp8 and (new.n_embd % 16 or new.micro_batch_size * new.seq_len % 16):
         raise UserError(
             f"--fp8 needs multiples of 16: n_embd is {new.n_embd}, and a micro-batch has {new.micro_batch_size} × "
             f"{new.seq_len} tokens"
         )
-    if new.batch_warmup_steps and new.total_batch_size == new.micro_batch_size * share:
-        reasons.append("batch_warmup_steps has nothing to do: one micro-batch on each device is the full batch")
+    if new.batch_warmup_steps and new.total_batch_size == new.micro_batch_size * new.seq_len * distributed.world_size:
+        reason = "it has no effect, since one micro-batch on each device is the full batch"
+        notes.append(Note("batch_warmup_steps", new.batch_warmup_steps, reason))
     if new.warmup_steps >= new.max_steps:
-        reasons.append(
-            f"lr never gets to {new.lr:g}: its warm-up takes {new.warmup_steps} steps, the run {new.max_steps}"
-        )
+        reason = f"the run ends after {new.max_steps} steps, so lr never reaches {new.lr:g}"
+        notes.append(Note("warmup_steps", new.warmup_steps, reason))
     if new.run_name is None:
         kind = "demo" if new.demo else new.model if new.init_from == "scratch" else Path(new.init_from).name
-        new.run_name = ranks.share(f"{kind}-{time.strftime('%Y%m%d-%H%M%S')}")
-    return new, reasons
+        new.run_name = f"{kind}-{time.strftime('%Y%m%d-%H%M%S')}"
+    return new, notes
 
 
-def fit_ranks(config, ranks, reasons):
-    """Settle, in place, how the model is spread over this many ranks. Raises UserError where that cannot be."""
+def set_sizes(config, pretrained, resumed):
+    """Set the model's sizes, in place. Raises UserError where flags contradict the weights."""
+    sizes = ("n_layer", "n_head", "n_embd")
+    if config.init_from != "scratch":
+        if config.n_layer or config.n_head or config.n_embd or config.model != "gpt2":
+            raise UserError(
+                "--init_from brings the model's sizes with it: leave out --model, --n_layer, --n_head, --n_embd, --demo"
+            )
+        config.n_layer, config.n_head, config.n_embd = (getattr(pretrained, name) for name in sizes)
+        if config.seq_len > pretrained.seq_len:
+            raise UserError(
+                f"--seq_len {config.seq_len}, but {config.init_from} has {pretrained.seq_len} positions: "
+                f"use --seq_len {pretrained.seq_len}"
+            )
+        return
+    for name, size in zip(sizes, SIZES[config.model]):
+        if getattr(config, name) is None:
+            setattr(config, name, size)
+    if config.n_embd % config.n_head:
+        divisors = [h for h in range(1, config.n_embd + 1) if config.n_embd % h == 0]
+        heads = min(divisors, key=lambda h: abs(h - config.n_head))
+        raise UserError(f"--n_embd {config.n_embd} cannot be divided into {config.n_head} heads: try --n_head {heads}")
+    for name in (*sizes, "seq_len") if resumed else ():
+        if getattr(config, name) != getattr(pretrained, name):
+            raise UserError(
+                f"--{name} {getattr(config, name)}, but {resumed} has {getattr(pretrained, name)}: leave the model's "
+                "flags as they were, or start a new run under another --run_name"
+            )
+
+
+def check_parallel(config, distributed, notes):
+    """Settle how the model is spread over the ranks, in place. Raises UserError for what cannot be."""
     if config.shard_ranks and config.parallel != "hsdp":
         raise UserError(f"--shard_ranks is for --parallel hsdp, this is {config.parallel}")
-    if ranks.world_size == 1:
-        if config.parallel != "ddp":
-            config.parallel, config.shard_ranks = "ddp", None
-            reasons.append("parallel is off: there is one rank (torchrun starts several)")
-        if config.bf16_gradients:
-            config.bf16_gradients = False
-            reasons.append("bf16_gradients is off: there is one rank")
-    if config.bf16_gradients and config.parallel == "ddp" and ranks.device.type != "cuda":
-        config.bf16_gradients = False
-        reasons.append(f"bf16_gradients is off: NCCL alone averages in bf16, this is {ranks.device.type}")
-    averaged = config.compile and config.parallel == "ddp" and ranks.world_size > 1
-    if config.overlap_gradients == "on" and not averaged:
-        config.overlap_gradients = "off"
-        reasons.append("overlap_gradients is off: it goes with --compile, --parallel ddp and several ranks")
-    if config.overlap_gradients == "auto" and averaged:
-        config.overlap_gradients = "on"
-        if ranks.device.type == "cuda":
-            rate = averaging_rate(ranks)
-            config.overlap_gradients = "on" if rate < FAST_LINKS else "off"
-            reasons.append(
-                f"overlap_gradients {config.overlap_gradients}: the GPUs average {rate / 1e9:.0f} GB of gradients/s"
-            )
+    if config.parallel == "ddp":
+        return
+    if config.autocast == "fp16":
+        raise UserError(f"--autocast fp16 scales its gradients, which needs --parallel ddp, not {config.parallel}")
+    if config.autocast == "bf16" and not config.bf16_residual:
+        config.bf16_residual = True
+        notes.append(Note("bf16_residual", True, f"{config.parallel} gathers the embeddings in bf16"))
     if config.parallel == "hsdp":
-        config.shard_ranks = row_length(config, ranks)
-        if ranks.sum(config.shard_ranks - ranks.min(config.shard_ranks))[0]:
-            raise UserError("the machines have different numbers of ranks: say how many hold a copy, --shard_ranks")
-        if ranks.world_size % config.shard_ranks:
-            fits = [size for size in range(2, ranks.world_size + 1) if ranks.world_size % size == 0]
+        config.shard_ranks = shard_group_size(config, distributed)
+        if distributed.world_size % config.shard_ranks:
+            fits = [size for size in range(2, distributed.world_size + 1) if distributed.world_size % size == 0]
             raise UserError(
-                f"--shard_ranks {config.shard_ranks} does not divide the {ranks.world_size} ranks: try one of {fits}"
+                f"--shard_ranks {config.shard_ranks} does not divide {distributed.world_size} ranks: try one of {fits}"
             )
-        if ranks.world_size == config.shard_ranks:
-            reasons.append("hsdp is zero3 here: one copy takes all ranks")
+        if distributed.world_size == config.shard_ranks:
+            notes.append(Note("parallel", "hsdp", "one copy takes all ranks, which is zero3"))
         if config.shard_ranks == 1:
-            reasons.append("hsdp spreads nothing here: each rank holds a copy, as with ddp")
-
-
-def check_given(arguments, reasons):
-    """Raises UserError for a flag on the command line that does nothing on this device: one of resolve's reasons."""
-    for reason in reasons:
-        name, off, why = reason.partition(" is off: ")
-        if off and name in given(arguments):
-            raise UserError(f"--{name} does nothing here: {why}; leave it out")
+            notes.append(Note("parallel", "hsdp", "each rank holds a whole copy, which is ddp"))
 
 
 def check_bounds(config):

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import tyro
 
-import figures
-from cli import UserError, parse, run
+from common.cli import UserError, parse, run
+from observe import figures
 
 # OpenAI's weights of GPT-2 124M on the same evaluations, as build-nanogpt measured them
 LOSS_MARK, HELLASWAG_MARK = 3.2924, 0.2955

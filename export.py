@@ -12,9 +12,9 @@ from pathlib import Path
 
 import tyro
 
-import checkpoint
-from cli import UserError, parse, run
-from tokenizer import save_tokenizer
+from checkpoints import checkpoint
+from common.cli import UserError, parse, run
+from data.tokenizer import save_tokenizer
 
 
 @dataclass

@@ -28,10 +28,10 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from cli import UserError, first_line, hub_errors, parse, run
-from files import digest
-from shards import MANIFEST, Folder, fill_shards, open_shard, read_manifest
-from tokenizer import get_tokenizer, tokenize
+from common.cli import UserError, first_line, hub_errors, parse, run
+from common.files import digest
+from data.shards import MANIFEST, Folder, fill_shards, open_shard, read_manifest
+from data.tokenizer import get_tokenizer, tokenize
 
 REPOSITORY = "HuggingFaceFW/fineweb-edu"
 DOCUMENTS_PER_TASK = 4096  # or a row group, where it has fewer

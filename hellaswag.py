@@ -19,11 +19,11 @@ import torch
 import tyro
 from tqdm import tqdm
 
-import checkpoint
-import cli
-import parallel
-from cli import UserError, first_line, hub_errors, parse, run
-from tokenizer import get_tokenizer
+from checkpoints import checkpoint
+from common import cli
+from common.cli import UserError, first_line, hub_errors, parse, run
+from data.tokenizer import get_tokenizer
+from parallel import distributed
 
 DATASETS = {
     "HellaSwag": dict(path="Rowan/hellaswag", split="validation"),
@@ -101,20 +101,20 @@ class Rows:
                 self.batches.append([torch.from_numpy(array) for array in (batch[:, :-1], targets, at, part[r])])
 
     @torch.no_grad()
-    def measure(self, function, ranks, progress=None):
+    def measure(self, function, distributed, progress=None):
         """What function(x, y, at) gives for each continuation, summed over its tokens: (pairs,) float64.
 
         The function gets inputs (R, width), targets (N,), and where in inputs.flatten() each belongs, (N,). It returns
         (N,) numbers; where a target is -1, any. The ranks divide the batches, and each returns all sums.
         """
-        mine = self.batches[ranks.rank :: ranks.world_size]
+        mine = self.batches[distributed.rank :: distributed.world_size]
         found = []
         for *given, _ in tqdm(mine, progress, disable=not progress):
-            found.append(function(*(tensor.to(ranks.device, non_blocking=True).long() for tensor in given)))
+            found.append(function(*(tensor.to(distributed.device, non_blocking=True).long() for tensor in given)))
         sums = torch.zeros(len(self.lengths), dtype=torch.float64)
         for values, (*_, pairs) in zip(found, mine):
             sums.index_add_(0, pairs, values[: len(pairs)].cpu().double())
-        return torch.stack(ranks.gather(sums)).sum(dim=0)
+        return torch.stack(distributed.all_gather(sums)).sum(dim=0)
 
 
 class MultipleChoice:
@@ -132,20 +132,20 @@ class MultipleChoice:
         counts = torch.tensor([len(item["endings"]) for item in items])
         self.choices = torch.arange(counts.max()) < counts[:, None]  # (items, most endings)
 
-    def losses(self, losses_of, ranks, progress=None):
+    def losses(self, losses_of, distributed, progress=None):
         """The summed loss of every ending, and the loss per token: (items, most endings), infinite where is no ending.
 
         losses_of: a function for Rows.measure.
         """
-        sums = self.rows.measure(losses_of, ranks, progress)
+        sums = self.rows.measure(losses_of, distributed, progress)
         tables = [torch.full(self.choices.shape, math.inf) for _ in range(2)]
         for table, values in zip(tables, (sums, sums / self.rows.lengths)):
             table[self.choices] = values.float()
         return tables
 
-    def evaluate(self, losses_of, ranks, progress=None):
+    def evaluate(self, losses_of, distributed, progress=None):
         """(acc, acc_norm)."""
-        losses = self.losses(losses_of, ranks, progress)
+        losses = self.losses(losses_of, distributed, progress)
         return tuple((table.argmin(dim=1) == self.labels).double().mean().item() for table in losses)
 
 
@@ -158,14 +158,14 @@ class LastWord:
         pairs = [(encode(context), encode(" " + word)) for context, _, word in split]
         self.rows = Rows(pairs, seq_len, tokens, widths)
 
-    def evaluate(self, model, losses_of, ranks, progress=None):
+    def evaluate(self, model, losses_of, distributed, progress=None):
         """(acc, perplexity)."""
 
         def misses(x, y, at):
             return model(x, at=at).argmax(dim=-1) != y
 
-        acc = (self.rows.measure(misses, ranks, progress) == 0).double().mean().item()
-        return acc, self.rows.measure(losses_of, ranks, progress).mean().exp().item()
+        acc = (self.rows.measure(misses, distributed, progress) == 0).double().mean().item()
+        return acc, self.rows.measure(losses_of, distributed, progress).mean().exp().item()
 
 
 @dataclass
@@ -189,31 +189,31 @@ def main():
     if any(value is not None and value < 1 for value in (flags.batch_tokens, flags.limit)):
         raise UserError("--batch_tokens and --limit must be at least 1")
     cli.out_of_memory_hint = "use a smaller --batch_tokens or model"
-    ranks = parallel.start(flags.device)
-    shape = dict(tokens=flags.batch_tokens or (16384 if ranks.device.type == "cuda" else 4096), widths=16)
-    model = checkpoint.load_model(flags.model).to(ranks.device)
-    bf16 = ranks.device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
-    autocast = torch.autocast(ranks.device.type, torch.bfloat16, enabled=bf16)
+    distributed = distributed.start(flags.device)
+    shape = dict(tokens=flags.batch_tokens or (16384 if distributed.device.type == "cuda" else 4096), widths=16)
+    model = checkpoint.load_model(flags.model).to(distributed.device)
+    bf16 = distributed.device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+    autocast = torch.autocast(distributed.device.type, torch.bfloat16, enabled=bf16)
 
     def losses_of(x, y, at):
         return model(x, y, reduction="none", at=at)
 
     for name, path in [(Path(path).stem, path) for path in flags.data] or [(name, None) for name in DATASETS]:
         items = load_items(name, path)[: flags.limit]
-        progress = name if ranks.is_main else None
+        progress = name if distributed.is_main else None
         with autocast:
             if "endings" in items[0]:
                 task = MultipleChoice(items, model.config.seq_len, **shape)
-                results = "acc {:.4f} | acc_norm {:.4f}".format(*task.evaluate(losses_of, ranks, progress))
+                results = "acc {:.4f} | acc_norm {:.4f}".format(*task.evaluate(losses_of, distributed, progress))
                 kind, chance = "HellaSwag", f"chance {(1 / task.choices.sum(dim=1)).mean():.4f}"
             else:
                 task = LastWord(items, model.config.seq_len, **shape)
-                results = "acc {:.4f} | perplexity {:.2f}".format(*task.evaluate(model, losses_of, ranks, progress))
+                results = "acc {:.4f} | perplexity {:.2f}".format(*task.evaluate(model, losses_of, distributed, progress))
                 kind, chance = "LAMBADA", ""
-        if ranks.is_main:
+        if distributed.is_main:
             print(f"{name}, {len(items):,} items: {results}")
             print(f"  {MARKS[kind] if kind.lower() in name.lower() else chance}")
-    parallel.stop()
+    distributed.stop()
 
 
 if __name__ == "__main__":

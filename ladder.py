@@ -16,13 +16,13 @@ from functools import partial
 import torch
 from tqdm import tqdm
 
-import figures
-from cli import UserError, parse, run
+from common.cli import UserError, parse, run
+from common.device import choose_micro_batch_size, fit_device
 from config import EVALUATIONS, SETTLING_STEPS, Config, defaults
-from device import choose_micro_batch_size, fit_device
-from figures import describe, word
-from measure import OUT_OF_MEMORY, measure, prepare, report_failures, save
-from parallel import Ranks, choose_device_type
+from observe import figures
+from observe.figures import describe, word
+from observe.measure import OUT_OF_MEMORY, measure, prepare, report_failures, save
+from parallel.distributed import Distributed, choose_device_type
 
 FIRST_MICRO_BATCH = 16  # on a GPU, and less where that does not fit: what an 80 GB A100 takes with everything off
 
@@ -49,9 +49,9 @@ RUNGS = {
     "accumulation": ("{total_batch_size:,} tokens a step", dict(total_batch_size=None)),  # None: one micro-batch
     "micro_batch": ("micro-batch of {micro_batch_size}", dict(micro_batch_size=None)),  # None: the first rung's
     "bf16_residual": ("bf16_residual", dict(bf16_residual=False)),
-    "fused_loss": ("fused_loss", dict(fused_loss=False)),
+    "fused_loss": ("fused_loss", dict(fused_cross_entropy=False)),
     "fused_gelu": ("fused_gelu", dict(fused_gelu=False)),
-    "packed_attention": ("packed_attention", dict(packed_attention=False)),
+    "packed_attention": ("packed_attention", dict(packed_qkv=False)),
     "autotune": ("autotune", dict(autotune=False)),
     "fp8": ("fp8", dict(fp8=False)),
     "ddp": ("{mode} × {world_size}", {}),
@@ -207,7 +207,7 @@ def fit_rung(config, on, names, first, device, before):
     notes = []
     fit_device(rung, device, notes)
     if device.type != "cuda" and rung.micro_batch_size is None:
-        rung.micro_batch_size, reason = choose_micro_batch_size(rung, Ranks(0, 1, device))
+        rung.micro_batch_size, reason = choose_micro_batch_size(rung, Distributed(0, 1, device))
         notes.append(reason)
     idle = {}
     for name in names if before else ():

@@ -13,14 +13,14 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-import products
+from kernels import cublaslt
 
 try:
-    import kernels
+    from kernels import triton_kernels
 except ImportError:  # no Triton here; the plain path computes the same
     kernels = None
 try:
-    import attention
+    from kernels import attention
 except ImportError:  # nor cuDNN's front end
     attention = None
 
@@ -38,9 +38,9 @@ class GPTConfig:
     flash: bool = True  # F.scaled_dot_product_attention; else attention written out
     pad_vocab: bool = True  # embedding table rounded up to a multiple of 128 rows
     bf16_residual: bool = False  # the sum that runs through all blocks in bf16; for use under autocast to bf16
-    fused_loss: bool = False  # by Triton kernels, on a GPU
+    fused_cross_entropy: bool = False  # by Triton kernels, on a GPU
     fused_gelu: bool = False  # by cuBLASLt
-    packed_attention: bool = False  # flash attention through cuDNN's front end; for use under autocast
+    packed_qkv: bool = False  # flash attention through cuDNN's front end; for use under autocast
 
     def __post_init__(self):
         if self.n_embd % self.n_head:
@@ -69,7 +69,7 @@ class CausalSelfAttention(nn.Module):
         super().__init__()
         self.n_head = config.n_head
         self.flash = config.flash
-        self.packed_attention = config.packed_attention
+        self.packed_qkv = config.packed_qkv
         self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd)
         self.c_proj = nn.Linear(config.n_embd, config.n_embd)
 
@@ -77,8 +77,8 @@ class CausalSelfAttention(nn.Module):
         B, T, C = x.shape
         qkv = self.c_attn(x)
         # packed_attention: the same kernel, which leaves the gradients of q, k and v where c_attn's backward wants them
-        if self.packed_attention and past is None:
-            return self.c_proj(attention.packed_attention(qkv, self.n_head)[0])
+        if self.packed_qkv and past is None:
+            return self.c_proj(attention.packed_qkv(qkv, self.n_head)[0])
         q, k, v = (
             part.view(B, T, self.n_head, C // self.n_head).transpose(1, 2)  # (B, H, T, C/H)
             for part in qkv.split(C, dim=2)
@@ -104,7 +104,7 @@ class MLP(nn.Module):
     def forward(self, x):
         # fused_gelu: the same, with GELU and its gradient computed by the products before they write (B, T, 4C)
         if self.fused_gelu:
-            return products.fused_mlp(x, self.c_fc, self.c_proj, self.keep_gelu)
+            return cublaslt.fused_mlp(x, self.c_fc, self.c_proj, self.keep_gelu)
         return self.c_proj(F.gelu(self.c_fc(x), approximate="tanh"))
 
 
@@ -239,8 +239,8 @@ class GPT(nn.Module):
         x = self.transformer.ln_f(x)
         # fused_loss: logits exist for a part of the batch at a time, and the pass over them that finds the loss leaves
         # the gradient in their place
-        if self.config.fused_loss and targets is not None and reduction == "mean":
-            return kernels.mean_loss(x, self.transformer.wte.weight, targets, self.config.vocab_size)
+        if self.config.fused_cross_entropy and targets is not None and reduction == "mean":
+            return triton_kernels.mean_loss(x, self.transformer.wte.weight, targets, self.config.vocab_size)
         # pad_vocab: the head's product, the largest of all, has 50304 columns, a multiple of 128 that tensor-core tiles
         # divide. The padding takes no part in the softmax, since its logits are -inf: a bias says so for nothing, while
         # to cut them off here would copy all logits (7% of a step on an H200).

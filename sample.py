@@ -14,13 +14,13 @@ import torch
 import torch.nn.functional as F
 import tyro
 
-import checkpoint
-import cli
-import parallel
-from cli import UserError, parse, run
-from device import missing_compiler
+from checkpoints import checkpoint
+from common import cli
+from common.cli import UserError, parse, run
+from common.device import missing_compiler
+from data.tokenizer import END_OF_TEXT, get_tokenizer
 from model import kernels
-from tokenizer import END_OF_TEXT, get_tokenizer
+from parallel import distributed
 
 
 def choose(logits, temperature=1.0, top_k=0, top_p=1.0, generator=None):
@@ -199,10 +199,10 @@ def main():
         raise UserError(f"--stream prints one text, --count is {count}: leave one of them out")
     cli.out_of_memory_hint = "use a smaller --count or model"
     prompt = flags.prompt if flags.prompt_file is None else read_prompt(flags.prompt_file)
-    ranks = parallel.start(flags.device)
-    model = checkpoint.load_model(flags.model).to(ranks.device)
+    distributed = distributed.start(flags.device)
+    model = checkpoint.load_model(flags.model).to(distributed.device)
     options = dict(temperature=flags.temperature, top_k=flags.top_k, top_p=flags.top_p, seed=flags.seed)
-    options |= dict(graph=ranks.device.type == "cuda")
+    options |= dict(graph=distributed.device.type == "cuda")
     if flags.stream:
         decoder = codecs.getincrementaldecoder("utf-8")("replace")  # a character may take several tokens
         print(prompt, end="", flush=True)

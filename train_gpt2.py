@@ -16,27 +16,25 @@ from dataclasses import replace
 
 import torch
 
-import checkpoint
-import cli
 import curves
-import demo
 import ladder
-import parallel
-import products
-import profiler
-import resume
-import sharded
-from cli import UserError, parse, run
+from checkpoints import checkpoint, pieces, resume
+from common import cli
+from common.cli import UserError, parse, run
+from common.device import be_deterministic, less_memory
+from common.signals import StopSignal
 from config import MODEL_SWITCHES, Config, check_given, defaults, resolve
-from data import Loader, TokenStream
-from device import be_deterministic, less_memory
+from data import demo
+from data.loader import Loader, TokenStream
+from data.shards import open_shards
 from hellaswag import MultipleChoice, load_items
-from interrupt import Interrupt
-from metrics import RunLog, flops_per_token, peak_memory
+from kernels import cublaslt
 from model import GPT, GPTConfig
-from optim import accumulation_steps, learning_rate, make_optimizer
+from observe import profiler
+from observe.metrics import RunLog, flops_per_token, peak_memory
+from optim.optimizer import accumulation_steps, learning_rate, make_optimizer
+from parallel import distributed
 from sample import sample
-from shards import open_shards
 
 PROMPT = "Hello, I'm a language model,"
 
@@ -45,35 +43,35 @@ def main():
     config = parse(Config, default=defaults(sys.argv))
     if config.ladder:
         return ladder.climb(config)
-    ranks = parallel.start(config.device)
-    train(config, ranks)
-    parallel.stop()
+    distributed = distributed.start(config.device)
+    train(config, distributed)
+    distributed.stop()
 
 
-def train(config, ranks):
+def train(config, distributed):
     # ------------------------------------------------------------------------------------------------------------------
     # Where to start, and the flags that follow from others
 
-    resumed = resume.find(config, ranks)
+    resumed = resume.find(config, distributed)
     start_from = resumed or config.init_from
     pretrained = None if start_from == "scratch" else checkpoint.load_config(start_from)
     training = checkpoint.read_training(resumed) if resumed else None
     if config.deterministic:
         be_deterministic()  # before cuDNN makes its plans
-    config, reasons = resolve(config, ranks, pretrained, resumed, training["step"] if resumed else 0)
+    config, reasons = resolve(config, distributed, pretrained, resumed, training["step"] if resumed else 0)
     check_given(sys.argv, reasons)
     if resumed:
-        reasons += [f"resumed from {resumed}", *resume.differences(config, training, ranks)]
+        reasons += [f"resumed from {resumed}", *resume.differences(config, training, distributed)]
         if training["step"] >= config.max_steps:
             reasons.append(f"nothing is left to do at step {training['step']}: a larger --max_steps goes on")
-    device = ranks.device
+    device = distributed.device
     B, T = config.micro_batch_size, config.seq_len
 
     # tf32: float32 products on tensor cores, with 10 bits of mantissa for 23 (autocast leaves none in float32)
     torch.set_float32_matmul_precision("high" if config.tf32 else "highest")
 
     # autotune: which of cuBLASLt's algorithms multiplies matrices of these sizes is measured, not guessed
-    products.autotune = config.autotune
+    cublaslt.autotune = config.autotune
 
     # autocast: products and attention in 16 bits, twice tf32's rate and half its bytes; weights stay float32
     if config.autocast == "off":
@@ -87,7 +85,7 @@ def train(config, ranks):
     # Data
 
     if config.demo:
-        ranks.on_main(lambda: demo.make_data(config.data_dir))
+        distributed.on_main(lambda: demo.make_data(config.data_dir))
     train_stream = TokenStream(open_shards(config.data_dir, "train"), config.seed, config.shuffle)
     val_stream = TokenStream(open_shards(config.data_dir, "val"))
     if train_stream.total < config.total_batch_size:
@@ -99,7 +97,7 @@ def train(config, ranks):
         raise UserError(
             f"{val_stream.total} validation tokens in {config.data_dir}: at least seq_len + 1 = {T + 1} are needed"
         )
-    loader = Loader(train_stream, B, T, device, ranks.rank, ranks.world_size)
+    loader = Loader(train_stream, B, T, device, distributed.rank, distributed.world_size)
     hellaswag = None
     if config.hellaswag_every:
         hellaswag = MultipleChoice(load_items("HellaSwag", config.hellaswag_data), T, tokens=B * T)
@@ -112,29 +110,29 @@ def train(config, ranks):
     with torch.device("meta"):  # shapes only, since all weights together may be more than a rank has memory for
         model = GPT(replace(sizes, **{name: getattr(config, name) for name in MODEL_SWITCHES}))
     # activation_checkpointing: less memory, so a larger model or micro-batch, for up to a third more computation
-    parallel.checkpoint_activations(model, config.activation_checkpointing)
+    distributed.checkpoint_activations(model, config.activation_checkpointing)
     # parallel: zero2, zero3 and hsdp leave each rank a part of the weights; with ddp it has all
     cli.out_of_memory_hint = less_memory()
-    parallel.place(model, config, ranks)
+    distributed.place(model, config, distributed)
     if pretrained:
         if not resumed:  # else they were when it was found
-            ranks.on_main(lambda: checkpoint.verify_weights(start_from))
+            distributed.on_main(lambda: checkpoint.verify_weights(start_from))
         checkpoint.load_weights(start_from, model)
     else:
-        model.init_weights(sharded.fill)
+        model.init_weights(pieces.fill)
     # fp8: the blocks' products in 8 bits, at twice the rate; tensors need scales, which follow the values they had
     if config.fp8:
-        import fp8
+        from kernels import fp8
 
-        fp8.convert(model, targets=accumulation_steps(0, config, ranks.world_size) * B * T)
+        fp8.convert(model, targets=accumulation_steps(0, config, distributed.world_size) * B * T)
     # compile: one pass over memory for a chain of element-wise operations, and no Python between kernels. Every shape
     # gets its own graph (dynamic=False): training and validation have one, HellaSwag has three; none is compiled twice.
     forward = torch.compile(model, dynamic=False) if config.compile else model
     # ddp: every rank has all weights and a share of the batch; backward ends by averaging the gradients over the ranks
-    train_forward = parallel.wrap_ddp(forward, config, ranks)
+    train_forward = distributed.wrap_ddp(forward, config, distributed)
     optimizer = make_optimizer(model, config)
     if resumed:
-        resume.restore(resumed, training, model, optimizer, scaler, loader, ranks)
+        resume.restore(resumed, training, model, optimizer, scaler, loader, distributed)
 
     def losses_of(x, y, at=None):
         """Each target's loss, as y, for the evaluations."""
@@ -147,9 +145,9 @@ def train(config, ranks):
     step = training["step"] if resumed else 0  # updates so far
     tokens = training["tokens"] if resumed else 0  # trained on so far
     # rank 0 alone keeps the log
-    log = ranks.on_main(lambda: RunLog(config, device, ranks.world_size, flops_per_token(model, T), resumed, training))
+    log = distributed.on_main(lambda: RunLog(config, device, distributed.world_size, flops_per_token(model, T), resumed, training))
     if log:
-        print_plan(config, reasons, step, tokens, model, ranks, train_stream, val_stream, hellaswag, log)
+        print_plan(config, reasons, step, tokens, model, distributed, train_stream, val_stream, hellaswag, log)
     cli.out_of_memory_hint = less_memory(B)
     tracer = profiler.start(config, model.config, log, step) if log and config.profile else None
 
@@ -158,15 +156,15 @@ def train(config, ranks):
 
     saved = step  # the last step that a checkpoint has; there is nothing to save before the first
     pending = False  # a checkpoint is due, and waits for a step that is not bad
-    writer = checkpoint.start_writer(config, step, ranks)
+    writer = checkpoint.start_writer(config, step, distributed)
     if config.checkpoint_every and device.type == "cuda":
-        checkpoint.snapshot(model, optimizer, ranks)  # page-locked memory takes its time now, not at a checkpoint
+        checkpoint.snapshot(model, optimizer, distributed)  # page-locked memory takes its time now, not at a checkpoint
     evaluated = resumed and training["evaluated"]  # this step has been, before the run was resumed
     val_losses = {}  # by step
     bad_steps = 0  # in a row
     clock = None  # when the first step, which compiles, was over
     loader_state = loader.state()
-    interrupt = Interrupt()  # SIGTERM and Ctrl-C: finish the micro-batch (with several ranks the step), save, stop
+    interrupt = StopSignal()  # SIGTERM and Ctrl-C: finish the micro-batch (with several ranks the step), save, stop
     stopping = False
     val_loss = None  # at this step
 
@@ -176,8 +174,8 @@ def train(config, ranks):
 
         if evaluating and due(step, config.max_steps, config.val_every):
             start = time.perf_counter()
-            with parallel.gathered(model, config):
-                val_loss = validation_loss(losses_of, val_stream, config, ranks)
+            with distributed.gathered(model, config):
+                val_loss = validation_loss(losses_of, val_stream, config, distributed)
             val_losses[step] = val_loss
             if log:
                 text = f"validation loss {val_loss:.4f}"
@@ -185,15 +183,15 @@ def train(config, ranks):
 
         if hellaswag and evaluating and due(step, config.max_steps, config.hellaswag_every):
             start = time.perf_counter()
-            with parallel.gathered(model, config):
-                acc, acc_norm = hellaswag.evaluate(losses_of, ranks)
+            with distributed.gathered(model, config):
+                acc, acc_norm = hellaswag.evaluate(losses_of, distributed)
             if log:
                 text = f"HellaSwag acc {acc:.4f} | acc_norm {acc_norm:.4f}"
                 scores = dict(hellaswag_acc=acc, hellaswag_acc_norm=acc_norm)
                 log.evaluation(step, tokens, "hella", acc_norm, text, time.perf_counter() - start, **scores)
 
         if step > 0 and evaluating and due(step, config.max_steps, config.sample_every):
-            with parallel.gathered(model, config), autocast:
+            with distributed.gathered(model, config), autocast:
                 texts = log and sample(model, PROMPT, count=4, max_new_tokens=24, seed=config.seed)
             if log:
                 log.samples(step, tokens, texts)
@@ -206,7 +204,7 @@ def train(config, ranks):
         if config.checkpoint_every and pending and healthy:
             if writer:
                 writer.wait()
-            tensors = checkpoint.snapshot(model, optimizer, ranks)
+            tensors = checkpoint.snapshot(model, optimizer, distributed)
             saved, pending = step, False
             if writer:
                 facts = dict(step=step, tokens=tokens, evaluated=evaluated, val_loss=val_loss)
@@ -222,7 +220,7 @@ def train(config, ranks):
             break
 
         start = time.perf_counter()
-        micro_steps = accumulation_steps(step, config, ranks.world_size)
+        micro_steps = accumulation_steps(step, config, distributed.world_size)
         lr = learning_rate(step, config)
         for group in optimizer.param_groups:
             group["lr"] = lr
@@ -230,21 +228,21 @@ def train(config, ranks):
         for micro_step in range(micro_steps):
             x, y = loader.next_batch()
             # gradients add up over the micro-batches; those of several ranks are averaged in the last backward
-            with parallel.micro_batch(model, train_forward, config, last=micro_step == micro_steps - 1):
+            with distributed.micro_batch(model, train_forward, config, last=micro_step == micro_steps - 1):
                 with autocast:
                     loss = train_forward(x, y) / micro_steps  # equal parts: the mean of their means is the mean of all
                 scaler.scale(loss).backward()
             loss_sum += loss.detach()
-            if interrupt.name and ranks.world_size == 1:
+            if interrupt.name and distributed.world_size == 1:
                 break
         if micro_step < micro_steps - 1:  # nothing of this step is kept
             stopping = True
             continue
         scaler.unscale_(optimizer)
-        norm = parallel.whole(torch.nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip or float("inf")))
-        read = ranks.begin_sum(loss_sum / ranks.world_size, norm / ranks.world_size, bool(interrupt.name))
+        norm = distributed.whole(torch.nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip or float("inf")))
+        read = distributed.begin_all_reduce(loss_sum / distributed.world_size, norm / distributed.world_size, bool(interrupt.name))
         step_if_finite(optimizer, scaler, norm)
-        parallel.zero_gradients(optimizer, train_forward)
+        distributed.zero_gradients(optimizer, train_forward)
         if config.fp8:
             fp8.follow(model, micro_steps)
         # reading waits for the gradients, so the clock sees whole steps, but not for the update: the next step is ready
@@ -256,7 +254,7 @@ def train(config, ranks):
         scale = scaler.get_scale() if scaler.is_enabled() else None
         bad = not math.isfinite(loss if scale and scale >= 1 else loss + norm)
         bad_steps = bad_steps + 1 if bad else 0
-        step_tokens = micro_steps * B * T * ranks.world_size
+        step_tokens = micro_steps * B * T * distributed.world_size
         tokens += step_tokens
         clock = clock or (end, step)
         if log:
@@ -277,7 +275,7 @@ def train(config, ranks):
 
     if writer:
         writer.wait()
-    ranks.sum(0)  # none leaves before all is saved: a scheduler may end a job with the first of its processes
+    distributed.all_reduce(0)  # none leaves before all is saved: a scheduler may end a job with the first of its processes
     if log:
         kept = next(iter(checkpoint.checkpoints(log.folder)), None)
         newest = f"the newest checkpoint is {kept}" if kept else "there is no checkpoint"
@@ -330,41 +328,41 @@ def due(step, last, every):
 
 
 @torch.no_grad()
-def validation_loss(losses_of, stream, config, ranks):
+def validation_loss(losses_of, stream, config, distributed):
     """Mean loss over the first val_steps * total_batch_size tokens of the stream, or all there are: the same tokens
     whatever the micro-batch size and the number of ranks."""
     B, T = config.micro_batch_size, config.seq_len
     sequences = min(config.val_steps * config.total_batch_size, stream.total - 1) // T
     sums = []
-    for first in range(ranks.rank * B, sequences, ranks.world_size * B):
+    for first in range(distributed.rank * B, sequences, distributed.world_size * B):
         n = min(B, sequences - first)
-        tokens = torch.from_numpy(stream.read(first * T, n * T + 1)).to(ranks.device).long()
-        x = torch.zeros((B, T), dtype=torch.long, device=ranks.device)
+        tokens = torch.from_numpy(stream.read(first * T, n * T + 1)).to(distributed.device).long()
+        x = torch.zeros((B, T), dtype=torch.long, device=distributed.device)
         y = torch.full_like(x, -1)  # rows beyond the last sequence stay without targets, and without loss
         x[:n], y[:n] = tokens[:-1].view(n, T), tokens[1:].view(n, T)
         sums.append(losses_of(x, y).float().sum())
     total = torch.stack(sums).cpu().double().sum() if sums else 0.0
-    return ranks.sum(total)[0] / (sequences * T)
+    return distributed.all_reduce(total)[0] / (sequences * T)
 
 
-def print_plan(config, reasons, step, tokens, model, ranks, train_stream, val_stream, hellaswag, log):
+def print_plan(config, reasons, step, tokens, model, distributed, train_stream, val_stream, hellaswag, log):
     """What is about to run, before it does."""
     facts = log.facts
-    accumulated = accumulation_steps(config.batch_warmup_steps, config, ranks.world_size)
+    accumulated = accumulation_steps(config.batch_warmup_steps, config, distributed.world_size)
     full = max(step, min(config.batch_warmup_steps, config.max_steps))  # from here on steps have the whole batch
-    micro_steps = sum(accumulation_steps(s, config, ranks.world_size) for s in range(step, full))
+    micro_steps = sum(accumulation_steps(s, config, distributed.world_size) for s in range(step, full))
     micro_steps += max(0, config.max_steps - full) * accumulated
-    total = tokens + micro_steps * config.micro_batch_size * config.seq_len * ranks.world_size
+    total = tokens + micro_steps * config.micro_batch_size * config.seq_len * distributed.world_size
     switches = {name: getattr(config, name) for name in ("tf32", "compile", *MODEL_SWITCHES, "fp8", "fused_adamw")}
     switches[f"autocast {config.autocast}"] = config.autocast != "off"
     if config.activation_checkpointing != "off":
         switches[f"activation_checkpointing {config.activation_checkpointing}"] = True
     off = ", ".join(name.removesuffix(" off") for name, on in switches.items() if not on)
-    peak = f"{log.peak_flops / 1e12 / ranks.world_size:g} TFLOP/s a device" if log.peak_flops else None
+    peak = f"{log.peak_flops / 1e12 / distributed.world_size:g} TFLOP/s a device" if log.peak_flops else None
     lines = [
         (
             "device",
-            f"{ranks.world_size} × {facts['hardware']}; PyTorch {facts['torch']}"
+            f"{distributed.world_size} × {facts['hardware']}; PyTorch {facts['torch']}"
             + (f", CUDA {facts['cuda']}" if facts["cuda"] else ""),
         ),
         (
@@ -375,10 +373,10 @@ def print_plan(config, reasons, step, tokens, model, ranks, train_stream, val_st
         (
             "batch",
             f"{config.total_batch_size:,} tokens = {config.micro_batch_size} sequences × {config.seq_len} tokens × "
-            f"{accumulated} accumulated × {ranks.world_size} ranks"
+            f"{accumulated} accumulated × {distributed.world_size} ranks"
             + (f", reached after {config.batch_warmup_steps} steps" if config.batch_warmup_steps else ""),
         ),
-        *([("parallel", parallel.in_words(config, ranks))] if ranks.world_size > 1 else ()),
+        *([("parallel", distributed.in_words(config, distributed))] if distributed.world_size > 1 else ()),
         ("training", f"{config.max_steps:,} steps, {total:,} tokens, {total / train_stream.total:.2f} epochs"),
         ("on", ", ".join(name for name, on in switches.items() if on) + (f" (off: {off})" if off else "")),
         (

@@ -18,8 +18,8 @@ import numpy as np
 import pytest
 import torch
 
-from shards import write_shard
-from tokenizer import END_OF_TEXT
+from data.shards import write_shard
+from data.tokenizer import END_OF_TEXT
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # kernels.py then runs on a CPU, in NumPy; to be set before it is imported

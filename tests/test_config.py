@@ -7,16 +7,16 @@ import torch
 from conftest import ROOT, expect_error
 
 import config as config_module
-import device as device_module
-import products
-from cli import UserError, parse
+from common import device as device_module
+from common.cli import UserError, parse
 from config import DEMO, Config, defaults, flags, resolve
+from kernels import cublaslt
 from model import GPTConfig
-from parallel import Ranks
+from parallel.distributed import Distributed
 
 
 def resolved(world_size=1, device="cpu", **flags):
-    config, reasons = resolve(Config(**flags), Ranks(0, world_size, torch.device(device)), GPTConfig())
+    config, reasons = resolve(Config(**flags), Distributed(0, world_size, torch.device(device)), GPTConfig())
     return config, " ".join(reasons)
 
 
@@ -63,7 +63,7 @@ def test_the_micro_batch_fits_and_divides(monkeypatch):
         for how in ("off", "selective", "full")
     ]
     assert sizes == sorted(sizes) and sizes[0] < sizes[-1]
-    ranks, config = Ranks(0, 4, torch.device("cuda")), Config(**large, parallel="zero2")
+    ranks, config = Distributed(0, 4, torch.device("cuda")), Config(**large, parallel="zero2")
     bf16, float32 = (device_module.bytes_of_weights(replace(config, autocast=a), ranks) for a in ("bf16", "off"))
     assert float32 - bf16 > 2 * device_module.count_params(config)  # gathered in float32
 
@@ -141,18 +141,18 @@ def test_one_rank_has_nothing_to_share():
 def test_gradients_are_averaged_beside_backward_where_links_are_slow(monkeypatch, rate, flags, expected):
     monkeypatch.setattr(config_module, "averaging_rate", lambda ranks: rate)
     config, reasons = Config(**flags), []
-    config_module.fit_ranks(config, Ranks(0, 4, torch.device("cuda")), reasons)
+    config_module.fit_ranks(config, Distributed(0, 4, torch.device("cuda")), reasons)
     assert config.overlap_gradients == expected and bool(reasons) == (not flags or "parallel" in flags)
     assert resolved(4, total_batch_size=8192)[0].overlap_gradients == "on"  # without a GPU nothing is measured
 
 
 def test_every_rank_takes_the_smallest_micro_batch(monkeypatch):
-    monkeypatch.setattr(Ranks, "min", lambda self, value: value / 2)  # another rank has less room
+    monkeypatch.setattr(Distributed, "min", lambda self, value: value / 2)  # another rank has less room
     assert resolved(world_size=2, device="mps", seq_len=128)[0].micro_batch_size == 4
 
 
 def test_the_demo_is_small():
-    config, _ = resolve(DEMO, Ranks(0, 1, torch.device("cpu")))
+    config, _ = resolve(DEMO, Distributed(0, 1, torch.device("cpu")))
     assert config.micro_batch_size * config.seq_len <= 128 and config.n_layer * config.n_embd <= 512
 
 
@@ -189,19 +189,19 @@ def test_flags_parse_into_the_config_they_came_from(config, monkeypatch):
             dict(autocast="off"),
             dict(
                 fused_gelu="goes with --autocast",
-                packed_attention="--flash and --autocast",
+                packed_qkv="--flash and --autocast",
                 fp8="--autocast bf16",
                 autotune="goes with --autocast",
             ),
         ),
-        ((9, 0), dict(flash=False), dict(packed_attention="goes with --flash and --autocast")),
+        ((9, 0), dict(flash=False), dict(packed_qkv="goes with --flash and --autocast")),
         ((8, 0), dict(), dict(fp8="A GPU is older than Hopper")),
         (
             (7, 5),
             dict(),
             dict(
                 fused_gelu="on Ampere or newer",
-                packed_attention="older than Ampere",
+                packed_qkv="older than Ampere",
                 fp8="older than Hopper",
                 autotune="on Ampere or newer",
             ),
@@ -214,7 +214,7 @@ def test_kernels_are_for_gpus_that_have_them(monkeypatch, generation, flags, off
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "A GPU")
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (100 * 2**30, 0))
     monkeypatch.setattr(device_module, "missing_compiler", lambda device: None)
-    monkeypatch.setattr(products, "library", lambda: "cuBLASLt")
+    monkeypatch.setattr(cublaslt, "library", lambda: "cuBLASLt")
     monkeypatch.setattr(device_module, "import_error", lambda module, package: None)
     monkeypatch.setattr(config_module, "fit_attention", lambda config, device, reasons: None)
     config, why = resolved(device="cuda", fp8=True, **flags)
@@ -224,7 +224,7 @@ def test_kernels_are_for_gpus_that_have_them(monkeypatch, generation, flags, off
         with pytest.raises(UserError, match="--fp8 needs multiples of 16"):
             resolved(device="cuda", fp8=True, seq_len=8, micro_batch_size=1, total_batch_size=8, **flags)
     monkeypatch.setattr(device_module, "import_error", lambda module, package: f"no {module} (pip install {package})")
-    monkeypatch.setattr(products, "library", lambda: None)
+    monkeypatch.setattr(cublaslt, "library", lambda: None)
     config, why = resolved(device="cuda", fp8=True, **flags)
     assert not any(getattr(config, name) for name in kernels)
     assert "pip install triton" in why and (generation < (8, 0) or flags or "install nvidia-cudnn-frontend" in why)

@@ -4,7 +4,7 @@ import pytest
 from conftest import expect_error
 
 import curves
-from cli import UserError
+from common.cli import UserError
 
 
 def write_run(folder, steps, hellaswag=True):

@@ -10,9 +10,9 @@ from safetensors.torch import load_file
 from test_hellaswag import make_items
 from transformers import GPT2LMHeadModel
 
-import checkpoint
+from checkpoints import checkpoint
+from data.shards import open_shards
 from hellaswag import MultipleChoice, load_items
-from shards import open_shards
 
 EVALUATE = "--val_every 2 --hellaswag_every 2 --sample_every 2 --checkpoint_every 2 --val_steps 1".split()
 
@@ -228,7 +228,7 @@ def test_the_readme_names_every_file():
 WITH_KERNELS = """
 import sys
 sys.path.insert(0, {root!r})
-import device
+from common import device
 real = device.missing_for
 device.missing_for = lambda name, config, dev: real(name, config, dev) if name == "packed_attention" else None
 import cli, train_gpt2

@@ -12,9 +12,9 @@ import pyarrow.parquet as pq
 import pytest
 from conftest import ROOT, expect_error
 
-from cli import UserError
-from shards import fill_shards, open_shards
-from tokenizer import END_OF_TEXT, get_tokenizer, tokenize
+from common.cli import UserError
+from data.shards import fill_shards, open_shards
+from data.tokenizer import END_OF_TEXT, get_tokenizer, tokenize
 
 TEXTS = [
     "The mitochondria is the powerhouse of the cell.",

@@ -5,12 +5,12 @@ import pytest
 import torch
 from conftest import expect_error
 
-from cli import UserError
+from common.cli import UserError
+from data.tokenizer import VOCAB_SIZE, get_tokenizer
 from hellaswag import LastWord, MultipleChoice, load_items
 from model import GPT, GPTConfig
-from parallel import Ranks
+from parallel.distributed import Distributed
 from sample import generate
-from tokenizer import VOCAB_SIZE, get_tokenizer
 
 WORDS = "the man then woman sits down on a chair and starts to read his book while dog runs past it quickly".split()
 
@@ -49,7 +49,7 @@ def score_by_hand(model, item):
     return sums.index(min(sums)) == item["label"], means.index(min(means)) == item["label"]
 
 
-ALONE = Ranks(0, 1, torch.device("cpu"))
+ALONE = Distributed(0, 1, torch.device("cpu"))
 
 
 @pytest.mark.parametrize("tokens", [1, 100, 10_000])
@@ -105,9 +105,9 @@ def test_ranks_divide_the_batches():
     model, task = tiny(), MultipleChoice(make_items(11), 64, 60)
     losses_of = lambda x, y, at: model(x, y, reduction="none", at=at)  # noqa: E731
     whole = task.rows.measure(losses_of, ALONE)
-    parts = [task.rows.measure(losses_of, Ranks(rank, 4, torch.device("cpu"))) for rank in range(4)]
+    parts = [task.rows.measure(losses_of, Distributed(rank, 4, torch.device("cpu"))) for rank in range(4)]
     assert torch.equal(sum(parts), whole) and all((part == 0).any() and (part != 0).any() for part in parts)
-    idle = Ranks(100, 101, torch.device("cpu"))  # more ranks than batches
+    idle = Distributed(100, 101, torch.device("cpu"))  # more ranks than batches
     assert not task.rows.measure(losses_of, idle).any()
 
 

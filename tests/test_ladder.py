@@ -10,12 +10,12 @@ import pytest
 import torch
 from conftest import ROOT, TINY, expect_error, metrics
 
-import device as device_module
 import ladder
-import measure
-import products
-from cli import UserError
+from common import device as device_module
+from common.cli import UserError
 from config import DEMO, SETTLING_STEPS, Config, defaults
+from kernels import cublaslt
+from observe import measure
 
 KERNELS = ("fused_loss", "fused_gelu", "packed_attention", "autotune")
 NAMES = ("tf32", "compile", "flash", "pad_vocab", "fused_adamw", "bf16_residual", *KERNELS)
@@ -283,7 +283,7 @@ def gpus(monkeypatch):
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
         monkeypatch.setattr(device_module, "missing_compiler", lambda device: None)
         monkeypatch.setattr(device_module, "import_error", lambda module, package: None)
-        monkeypatch.setattr(products, "library", lambda: "cuBLASLt")
+        monkeypatch.setattr(cublaslt, "library", lambda: "cuBLASLt")
 
     return pretend
 

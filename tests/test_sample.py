@@ -9,7 +9,7 @@ from test_checkpoint import tiny as tiny_gpt2
 from test_model import tiny
 
 import sample as sample_module
-from cli import UserError
+from common.cli import UserError
 from sample import by_kernels, choose, generate, read_prompt, sample
 
 

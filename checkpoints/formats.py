@@ -1,0 +1,61 @@
+"""The weights in nanoGPT's ckpt.pt and build-nanogpt's log/model_*.pt, read without executing what is pickled there.
+
+nanoGPT computes GELU exactly, and this model by its tanh form, as OpenAI did: logits change a little.
+"""
+
+import pickle
+import re
+import zipfile
+from pathlib import Path
+
+import torch
+
+from data.tokenizer import VOCAB_SIZE
+
+
+class Sizes:
+    """Stands for build-nanogpt's GPTConfig, which is pickled with its weights: a bag of attributes."""
+
+
+def is_torch_file(name):
+    return Path(name).suffix in (".pt", ".pth")
+
+
+def load(path):
+    """(sizes, weights): GPTConfig's sizes as a dictionary, and GPT-2's weights by Hugging Face's names.
+
+    Layers without bias get biases of 0, and rows of the embedding beyond GPT-2's vocabulary are left out.
+    Raises OSError when the file cannot be read, ValueError when it holds something else.
+    """
+    stand_ins = [(Sizes, f"{module}.GPTConfig") for module in ("__main__", "train_gpt2", "model")]
+    if Path(path).is_file() and not zipfile.is_zipfile(path):
+        raise ValueError("it is not what torch.save writes")
+    try:
+        with torch.serialization.safe_globals(stand_ins):
+            saved = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        state, config = saved["model"], saved.get("model_args") or vars(saved["config"])
+        for wrapper in ("_orig_mod.", "module."):  # torch.compile's and DDP's
+            state = {name.removeprefix(wrapper): weight.detach() for name, weight in state.items()}
+        C, T = state["transformer.wte.weight"].size(1), state["transformer.wpe.weight"].size(0)
+        layers = 1 + max(int(name.split(".")[2]) for name in state if name.startswith("transformer.h."))
+        sizes = dict(seq_len=T, vocab_size=VOCAB_SIZE, n_layer=layers, n_head=int(config["n_head"]), n_embd=C)
+        if sizes["n_head"] < 1:
+            raise KeyError("n_head")
+    except pickle.UnpicklingError as error:
+        found = re.search(r"GLOBAL (\S+)", str(error))
+        raise ValueError(
+            "it holds more than weights and settings, and none of that is executed" + (f": {found[1]}" if found else "")
+        ) from error
+    except (RuntimeError, KeyError, TypeError, AttributeError, IndexError) as error:
+        raise ValueError(f"it is neither nanoGPT's nor build-nanogpt's ({type(error).__name__}: {error})") from error
+    weights, biases = {}, {}
+    for name, weight in state.items():
+        if name == "lm_head.weight" or name.endswith((".attn.bias", ".attn.masked_bias")):
+            continue  # the embedding again, and a mask
+        if name == "transformer.wte.weight":
+            weight = weight[:VOCAB_SIZE]
+        elif name.endswith(".weight") and name != "transformer.wpe.weight":
+            biases[name.removesuffix("weight") + "bias"] = torch.zeros(len(weight))  # where there is none
+            weight = weight.t()  # Hugging Face keeps linear layers as OpenAI did, (in, out)
+        weights[name] = weight
+    return sizes, biases | weights

@@ -1,0 +1,132 @@
+"""Tensors of a checkpoint in pieces: every rank writes those it has, as safetensors, by torch.distributed.checkpoint.
+
+Whoever reads them takes the parts that it needs, whatever it was that wrote them: other ranks in another number, or one
+rank that had all. Documentation: https://docs.pytorch.org/docs/stable/distributed.checkpoint.html
+"""
+
+import math
+import warnings
+from itertools import accumulate
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import torch.nn.functional as F
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file
+from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from common.cli import UserError, first_line
+from common.files import digest, flush_to_disk
+
+FILE_BYTES = 2**30  # a rank begins another file after so many: a file is copied, in memory, before it is written
+
+
+def is_sharded(model):
+    return isinstance(next(model.parameters()), DTensor)
+
+
+def is_piece(name):
+    """Whether a file's name is that of a rank's pieces."""
+    return name.startswith("shard-") and name.endswith(".safetensors")
+
+
+def host_piece(tensor):
+    """A copy of a DTensor whose local piece is in host memory, page-locked if it comes from a GPU."""
+    copy = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda, memory_format=torch.contiguous_format)
+    copy.to_local().copy_(tensor.to_local())
+    return copy
+
+
+def write(folder, tensors, group):
+    """Write each rank's tensors to the folder; returns the SHA-256 of every file by its name. To be called on every
+    rank, which may be in a thread of its own if the group (gloo) is its own.
+
+    Raises OSError on all ranks when one of them could not write, or does not read back what it wrote.
+    """
+    rank, error, hashes = dist.get_rank(group), None, {}
+    try:
+        writer = HuggingFaceStorageWriter(str(folder), split_into_files(tensors, group), save_distributed=True)
+        dcp.save(tensors, storage_writer=writer, process_group=group)
+        for path in Path(folder).glob(f"shard-{rank + 1:05d}-*.safetensors"):
+            check_written(path, {name: local(tensors[name]) for name in safe_open(path, "pt").keys()})
+            flush_to_disk(path)
+            hashes[path.name] = digest(path)
+    except CheckpointException as raised:
+        error = first_failure(raised)
+    except (OSError, SafetensorError) as raised:
+        error = f"rank {rank}: {first_line(raised)}"
+    reports = [None] * dist.get_world_size(group)
+    dist.all_gather_object(reports, (error, hashes), group=group)
+    if errors := [error for error, _ in reports if error]:
+        raise OSError(errors[0])
+    return {name: value for _, hashes in reports for name, value in hashes.items()}
+
+
+def split_into_files(tensors, group):
+    """The number of the file, from 1, that each of all ranks' tensors goes to: {name: number}."""
+    distributed = [None] * dist.get_world_size(group)
+    dist.all_gather_object(distributed, {name: local(tensor).nbytes for name, tensor in tensors.items()}, group=group)
+    sizes = {name: size for rank in distributed for name, size in rank.items()}
+    return {name: 1 + begin // FILE_BYTES for name, begin in zip(sizes, accumulate(sizes.values(), initial=0))}
+
+
+def first_failure(error):
+    """What one of the ranks says, in one line."""
+    rank, (cause, _) = next(iter(error.failures.items()))
+    return f"rank {rank}: {first_line(cause)}"
+
+
+def check_written(path, written):
+    """Raises OSError when a file's tensors are not those that were written."""
+    on_disk = load_file(path)
+    if on_disk.keys() != written.keys() or not all(torch.equal(on_disk[name], written[name]) for name in written):
+        raise OSError(f"{path} does not read back as it was written")
+
+
+def local(tensor):
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def fill(tensor, whole):
+    """Copy a whole tensor, the same on all ranks, into one of which this rank may have a piece."""
+    if isinstance(tensor, DTensor):
+        whole = distribute_tensor(whole, tensor.device_mesh, tensor.placements, src_data_rank=None)
+    tensor.copy_(whole)
+
+
+def load(folder, targets, optional=()):
+    """Copy a checkpoint's tensors into targets, {name: tensor or DTensor} on any device, of which each rank reads its
+    part. Those of the embedding may have more rows than what was saved, or fewer: pad_vocab's.
+
+    Those of the names in `optional` that are there are returned, as new tensors on the CPU.
+    Raises UserError when one is missing or has another shape.
+    """
+    reader = HuggingFaceStorageReader(str(folder))
+    saved = reader.read_metadata().state_dict_metadata
+    if missing := targets.keys() - saved.keys():
+        raise UserError(f"{folder} has no {min(missing)}: it is another model's")
+    for name in targets:
+        if sum(math.prod(piece.sizes) for piece in saved[name].chunks) < math.prod(saved[name].size):
+            raise UserError(f"{folder} lacks a piece of {name}")
+    found = {
+        name: torch.empty(saved[name].size, dtype=saved[name].properties.dtype) for name in optional if name in saved
+    }
+    padded = {name: target for name, target in targets.items() if target.shape != saved[name].size}
+    for name, target in padded.items():
+        if not name.endswith("wte.weight") or target.shape[1:] != saved[name].size[1:]:
+            raise UserError(f"{name} is {tuple(saved[name].size)} in {folder}, {tuple(target.shape)} in the model")
+    whole = {name: torch.empty(saved[name].size) for name in padded}
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one process is enough
+        try:
+            dcp.load({**targets, **found, **whole}, storage_reader=reader, no_dist=not dist.is_initialized())
+        except CheckpointException as raised:
+            raise UserError(f"cannot read {folder}: {first_failure(raised)}") from raised
+    for name, target in padded.items():
+        rows = whole[name][: len(target)]
+        fill(target, F.pad(rows, (0, 0, 0, len(target) - len(rows))))
+    return found

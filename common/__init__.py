@@ -1,0 +1,1 @@
+"""The command line, files, signals, the device."""

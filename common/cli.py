@@ -1,0 +1,177 @@
+"""The command line: flags from a dataclass, and an error a person can fix as one line instead of a traceback."""
+
+import contextlib
+import dataclasses
+import difflib
+import os
+import sys
+import time
+import types
+import typing
+
+import torch
+
+
+class UserError(Exception):
+    """An error a person can fix. Its text says what is wrong and what to do."""
+
+
+def hub_errors():
+    """The exceptions of reading from the Hugging Face hub: its own, and those of the HTTP library it uses."""
+    from huggingface_hub.errors import HTTPError
+
+    return OSError, ValueError, HTTPError
+
+
+def first_line(error):
+    """The first line of an error's text, or its type."""
+    return next((line.strip().rstrip(".") for line in str(error).splitlines() if line.strip()), type(error).__name__)
+
+
+class Console:
+    """Standard output or error that may go away: a closed terminal, a pipe without a reader, a full disk.
+
+    Output from then on is dropped, and the program goes on.
+    """
+
+    def __init__(self, stream):
+        self._stream = stream
+
+    def write(self, text):
+        return self._try(self._stream.write, text)
+
+    def flush(self):
+        self._try(self._stream.flush)
+
+    def _try(self, function, *arguments):
+        try:
+            return function(*arguments)
+        except OSError:
+            null = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(null, self._stream.fileno())  # also for what the stream has buffered
+            os.close(null)
+
+    def __getattr__(self, name):
+        return getattr(self._stream, name)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Flags
+
+
+def given(arguments):
+    """The names of the flags on a command line; "-" counts as "_", and --no_NAME as NAME."""
+    names = {flag.partition("=")[0][2:].replace("-", "_") for flag in arguments if flag.startswith("--")}
+    return names | {name.removeprefix("no_") for name in names}
+
+
+def parse(flags_type, default=None, hints=None):
+    """Read the command line into a dataclass: each field is a flag, --no_NAME turns a boolean one off.
+
+    default: an instance; by default the dataclass's own defaults. hints: {name: what to use instead} for flags that
+    do not exist but that people may try. A dataclass with a GROUPS attribute, a tuple of its base dataclasses, gets one
+    section of --help for each.
+    Raises UserError for a flag that does not exist or a value that does not fit its flag.
+    """
+    import tyro
+
+    if not {"--help", "-h"} & set(sys.argv):
+        check_arguments(typing.get_type_hints(flags_type), sys.argv[1:], hints or {})
+    groups = getattr(flags_type, "GROUPS", None)
+    try:
+        if groups is None:
+            return tyro.cli(flags_type, default=default, use_underscores=True)
+        default = vars(default or flags_type())
+        sections = {group: group(**{f.name: default[f.name] for f in dataclasses.fields(group)}) for group in groups}
+        nested = dataclasses.make_dataclass(
+            "Flags", [(group.TITLE, tyro.conf.OmitArgPrefixes[group]) for group in groups]
+        )
+        nested.__doc__ = flags_type.__doc__
+        parsed = tyro.cli(nested, default=nested(*sections.values()), use_underscores=True)
+    except SystemExit as stop:
+        sys.exit(stop.code and 1)  # tyro has printed --help, or an error
+    return flags_type(**{name: value for group in vars(parsed).values() for name, value in vars(group).items()})
+
+
+def check_arguments(flags, arguments, hints):
+    """Raises UserError for a flag that is not in flags, {name: type}, or a value that does not fit its type."""
+    for argument, following in zip(arguments, [*arguments[1:], ""]):
+        if not argument.startswith("--"):
+            continue
+        name, equals, value = argument[2:].partition("=")
+        name = name.replace("-", "_")
+        switch = name if name in flags else name.removeprefix("no_")
+        if flags.get(switch) is bool:
+            continue
+        if name not in flags:
+            if name.removeprefix("no_") in hints:
+                raise UserError(f"--{name}: {hints[name.removeprefix('no_')]}")
+            near = difflib.get_close_matches(name, flags, n=1)
+            raise UserError(f"--{name}: there is no such flag{f', did you mean --{near[0]}?' if near else ''}; see --help")
+        read_value(name, flags[name], value if equals else following)
+
+
+def read_value(name, kind, text):
+    """A flag's value from text; kind: bool, int, float, str, a Literal, or one of these with "| None".
+
+    Raises UserError for a value that does not fit. Other kinds are left to tyro, and returned as text.
+    """
+    if isinstance(kind, types.UnionType):
+        kind = next(each for each in kind.__args__ if each is not type(None))
+        if text == "None":
+            return None
+    if typing.get_origin(kind) is typing.Literal:
+        if text not in kind.__args__:
+            raise UserError(f"--{name} {text}: it must be one of {', '.join(kind.__args__)}")
+        return text
+    if kind is bool:
+        kind = lambda word: dict(on=True, true=True, off=False, false=False)[word.lower()]  # noqa: E731
+    if typing.get_origin(kind) or not callable(kind):
+        return text
+    try:
+        return kind(text)
+    except (ValueError, KeyError) as error:
+        expected = {int: "a whole number", float: "a number"}.get(kind, "on or off")
+        raise UserError(f"--{name} {text}: it must be {expected}") from error
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Errors
+
+
+@contextlib.contextmanager
+def out_of_memory(hint):
+    """Turns an out-of-memory error inside this context into a UserError that ends with `hint`."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        raise UserError(f"out of memory ({first_line(error)}): {hint}") from error
+
+
+def is_out_of_memory(error):
+    # PyTorch's CPU allocator has no exception type of its own
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+
+
+def run(main):
+    """Call main(). A UserError prints one line on standard error and ends with exit code 1, Ctrl-C with 130."""
+    # a line appears when it is printed, also through a pipe, in any encoding
+    sys.stdout.reconfigure(line_buffering=True, errors="backslashreplace")
+    sys.stdout, sys.stderr = Console(sys.stdout), Console(sys.stderr)
+    try:
+        main()
+    except UserError as error:
+        rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+        if rank > 0:
+            time.sleep(5)  # rank 0 usually has the same error: torchrun ends this rank before it repeats the line
+        print(f"error{f' (rank {rank})' if rank else ''}: {error}", file=sys.stderr, flush=True)
+        if world_size > 1:
+            # gloo's thread may still hold a tensor, and releasing it while the interpreter shuts down ends with SIGABRT.
+            # Destroying the group instead could wait for ranks that never answer.
+            time.sleep(0.2)
+        sys.exit(1)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        sys.exit(130)  # 128 + SIGINT

@@ -1,0 +1,37 @@
+"""The device: which one "auto" means, what torch.compile needs on it, deterministic kernels."""
+
+import os
+import shutil
+import sysconfig
+from pathlib import Path
+
+import torch
+
+
+def choose_device_type(choice):
+    """The device type that "auto" means on this machine: "cuda", "mps" or "cpu". Other choices are returned as given."""
+    if choice != "auto":
+        return choice
+    return "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+
+
+def missing_compiler(device):
+    """What torch.compile lacks on this machine, or None: a C compiler for Triton, a C++ compiler on a CPU, or Python's
+    headers."""
+    if device.type == "cuda" and not any(map(shutil.which, (os.environ.get("CC", ""), "gcc", "clang"))):
+        return "a C compiler (gcc)"
+    if device.type != "cuda" and not any(map(shutil.which, ("c++", "g++", "clang++"))):
+        return "a C++ compiler (g++)"
+    scheme = sysconfig.get_default_scheme().replace("posix_local", "posix_prefix")  # Debian's headers, as Triton finds them
+    headers = Path(sysconfig.get_path("include", scheme), "Python.h")
+    return None if headers.exists() else "Python's headers (python3-dev)"
+
+
+def be_deterministic():
+    """Select kernels that sum in a fixed order. Call before cuDNN builds its plans.
+
+    https://docs.pytorch.org/docs/stable/notes/randomness.html
+    """
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # no kernel here reads memory that it has not written

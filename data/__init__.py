@@ -1,0 +1,1 @@
+"""Tokens on disk, the order in which training reads them, the tokenizer."""

@@ -1,0 +1,1 @@
+"""Kernels beside PyTorch's own, and the libraries that they call."""

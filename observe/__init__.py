@@ -1,0 +1,1 @@
+"""What a run tells: logs, wandb, profiler, figures, measurements."""

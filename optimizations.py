@@ -1,0 +1,310 @@
+"""The optimizations, one row each. No other file lists them.
+
+From the rows follow the flags of the switches, what a device cannot run, the model's switches, the ladder's rungs, what
+a resumed run may change without notice, the operators that selective activation checkpointing keeps, and the README's
+table (`python optimizations.py` prints it). Besides its row an optimization has the place in the code that applies it,
+a paragraph in docs/optimizations.md, and a case in tests/test_optimizations.py.
+"""
+
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+
+from common.device import missing_compiler
+from kernels import cublaslt
+
+
+@dataclass(frozen=True)
+class Note:
+    """A flag whose value was chosen or changed, and why. Printed with the plan, and in the ladder's table."""
+
+    flag: str
+    value: object
+    reason: str
+
+    def __str__(self):
+        value = {True: "on", False: "off"}[self.value] if isinstance(self.value, bool) else self.value
+        return f"{self.flag} is {value}: {self.reason}"
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What an optimization needs: functions of a Config and a Distributed that return what is missing, or None
+
+
+def nothing(config, distributed):
+    return None
+
+
+def tensor_cores(config, distributed):
+    if distributed.device.type != "cuda":
+        return f"it is for NVIDIA GPUs, this is {distributed.device.type}"
+    if torch.cuda.get_device_capability(distributed.device) < (8, 0):
+        return f"{torch.cuda.get_device_name(distributed.device)} has no TF32"
+
+
+def bf16_instructions(config, distributed):
+    """Of a CPU. A GPU without bf16 gets fp16, see config.resolve."""
+    abilities = torch.cpu.get_capabilities()
+    if config.autocast == "bf16" and distributed.device.type == "cpu":
+        if not any(abilities.get(name) for name in ("avx512_bf16", "amx_bf16", "bf16")):
+            return "this processor has no bf16 instructions"
+
+
+def inductor(config, distributed):
+    if distributed.device.type == "mps":
+        return "torch.compile is not ready for Apple GPUs"
+    if missing := missing_compiler(distributed.device):
+        return f"torch.compile needs {missing}, and this machine has none"
+
+
+def bf16_gpu(config, distributed):
+    if config.autocast != "bf16":
+        return "it needs --autocast bf16"
+    if distributed.device.type == "cpu" and config.parallel == "ddp":
+        return "it is for GPUs: a CPU computes LayerNorm and additions faster in float32"
+
+
+def nvidia_gpu(config, distributed):
+    if distributed.device.type != "cuda" or torch.version.hip:
+        return f"it is for NVIDIA GPUs, this is {'AMD' if torch.version.hip else distributed.device.type}"
+
+
+def triton(config, distributed):
+    if problem := nvidia_gpu(config, distributed):
+        return problem
+    if missing := missing_compiler(distributed.device):
+        return f"Triton needs {missing}, and this machine has none"
+    return missing_package("triton", "triton")
+
+
+def cublaslt_epilogues(config, distributed):
+    if problem := nvidia_gpu(config, distributed):
+        return problem
+    if config.autocast == "off" or torch.cuda.get_device_capability(distributed.device) < (8, 0):
+        return "it needs --autocast, and an Ampere GPU or newer"
+    return None if cublaslt.library() else "PyTorch has no cuBLASLt here"
+
+
+def cudnn_frontend(config, distributed):
+    if problem := nvidia_gpu(config, distributed):
+        return problem
+    if config.autocast == "off" or not config.flash:
+        return "it needs --flash and --autocast"
+    if torch.cuda.get_device_capability(distributed.device) < (8, 0):
+        return f"{torch.cuda.get_device_name(distributed.device)} is older than Ampere"
+    head_width = config.n_embd // config.n_head
+    if head_width % 8 or head_width > 128:
+        return f"cuDNN needs a head width that is a multiple of 8, 128 at most, and it is {head_width}"
+    return missing_package("cudnn", "nvidia-cudnn-frontend")
+
+
+def hopper(config, distributed):
+    if problem := nvidia_gpu(config, distributed):
+        return problem
+    if torch.cuda.get_device_capability(distributed.device) < (9, 0):
+        return f"{torch.cuda.get_device_name(distributed.device)} is older than Hopper"
+    if config.autocast != "bf16" or config.parallel != "ddp":
+        return "it needs --autocast bf16 and --parallel ddp"
+    return triton(config, distributed)
+
+
+def several_ranks(config, distributed):
+    if distributed.world_size == 1:
+        return "there is one rank (torchrun starts several)"
+
+
+def compiled_ddp(config, distributed):
+    if not config.compile or config.parallel != "ddp" or distributed.world_size == 1:
+        return "it needs --compile, --parallel ddp and several ranks"
+
+
+def bf16_all_reduce(config, distributed):
+    if config.parallel == "ddp" and distributed.device.type != "cuda":
+        return f"it needs NCCL, this is {distributed.device.type}"
+    return several_ranks(config, distributed)
+
+
+def missing_package(module, package):
+    return None if importlib.util.find_spec(module) else f"it needs a package: pip install {package}"
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The rows, in the order of the ladder
+
+
+@dataclass(frozen=True)
+class Optimization:
+    name: str  # in --rungs; the flag of a switch
+    off: dict  # the values of flags without it; with it they are what the command line says
+    rung: str | None  # its label in the ladder's table, where {FLAG} stands for a value; None: it is not a rung
+    buys: str  # one line for --help and the README
+    needs: Callable = nothing
+    in_model: bool = False  # GPTConfig has a field of this name
+    changes: Literal["nothing", "rounding", "recipe"] = "nothing"  # "nothing": the same arithmetic, in another order
+    saves: tuple = ()  # operators whose outputs selective activation checkpointing keeps
+    default: bool = True
+
+    @property
+    def is_switch(self):
+        """Whether it is one boolean flag of its own, which config.py takes from this row."""
+        return self.off == {self.name: False}
+
+
+def switch(name, buys, **facts):
+    return Optimization(name, off={name: False}, rung=facts.pop("rung", name), buys=buys, **facts)
+
+
+OPTIMIZATIONS = (
+    switch("tf32", "float32 GEMMs on tensor cores in TensorFloat-32", needs=tensor_cores, changes="rounding"),
+    Optimization(
+        "bf16", dict(autocast="off"), "autocast {autocast}", "GEMMs and attention in 16 bits", bf16_instructions, changes="rounding"
+    ),
+    switch("compile", "torch.compile: fused kernels, no Python between them", needs=inductor),
+    switch(
+        "flash",
+        "attention through F.scaled_dot_product_attention, which never writes the T x T matrix to memory",
+        in_model=True,
+        saves=(
+            "aten::_scaled_dot_product_flash_attention",
+            "aten::_scaled_dot_product_cudnn_attention",
+            "aten::_scaled_dot_product_efficient_attention",
+            "aten::_scaled_dot_product_flash_attention_for_cpu",
+        ),
+    ),
+    switch("pad_vocab", "a vocabulary padded from 50257 to 50304 rows, which tensor-core tiles divide", in_model=True),
+    switch("fused_adamw", "the optimizer's update of all parameters in one kernel"),
+    Optimization(
+        "recipe",
+        # without GPT-3's recipe: the defaults of torch.optim.AdamW at a learning rate of 3e-4
+        dict(lr=3e-4, lr_schedule="constant", warmup_steps=0, weight_decay=0.01, beta2=0.999, grad_clip=0.0),
+        "GPT-3's recipe",
+        "GPT-3's hyperparameters: warm-up, cosine, weight decay, clipping",
+        changes="recipe",
+    ),
+    Optimization(
+        "accumulation",
+        dict(total_batch_size=None),  # None: one micro-batch
+        "{total_batch_size:,} tokens a step",
+        "gradients of several micro-batches accumulate to 0.5M tokens a step",
+        changes="recipe",
+    ),
+    Optimization(
+        "micro_batch",
+        dict(micro_batch_size=None),  # None: the first rung's
+        "micro-batch of {micro_batch_size}",
+        "the largest micro-batch that fits",
+    ),
+    switch(
+        "bf16_residual",
+        "the residual stream in bf16: half the bytes of every addition and LayerNorm",
+        needs=bf16_gpu,
+        in_model=True,
+        changes="rounding",
+    ),
+    switch(
+        "fused_cross_entropy",
+        "head, cross-entropy and their gradients for 4,096 tokens at a time, by a Triton kernel",
+        needs=triton,
+        in_model=True,
+    ),
+    switch(
+        "fused_gelu",
+        "GELU and its gradient in the epilogues of the MLP's GEMMs, by cuBLASLt",
+        needs=cublaslt_epilogues,
+        in_model=True,
+        saves=("gpt2::mlp",),
+    ),
+    switch(
+        "packed_qkv",
+        "flash attention through cuDNN's front end, which writes the gradients of q, k and v into one tensor",
+        needs=cudnn_frontend,
+        in_model=True,
+        saves=("gpt2::packed_qkv",),
+    ),
+    switch(
+        "fp8",
+        "the blocks' GEMMs in 8-bit floating point with delayed scaling, for Hopper and newer",
+        needs=hopper,
+        changes="rounding",
+        saves=("gpt2::fp8_linear", "gpt2::fp8_mlp"),
+        default=False,
+    ),
+    Optimization(
+        "ddp",
+        dict(parallel="ddp", shard_ranks=None),
+        "{parallel} × {world_size}",
+        "every GPU computes a share of the batch; gradients are averaged once a step",
+        needs=several_ranks,
+    ),
+    switch(
+        "overlap_gradients",
+        "average DDP's gradients during backward, in a graph that torch.compile splits for it; for slow links",
+        rung=None,
+        needs=compiled_ddp,
+        default=False,
+    ),
+    switch(
+        "bf16_gradients",
+        "average gradients over the GPUs in bf16: half the bytes to send",
+        rung=None,
+        needs=bf16_all_reduce,
+        changes="rounding",
+        default=False,
+    ),
+    Optimization(
+        "activation_checkpointing",
+        dict(activation_checkpointing="off"),
+        None,
+        "recompute a block's activations in backward instead of keeping them: less memory, up to a third more work",
+        default=False,
+    ),
+)
+
+SWITCHES = tuple(row for row in OPTIMIZATIONS if row.is_switch)
+RUNGS = {row.name: row for row in OPTIMIZATIONS if row.rung}
+
+
+def turn_off_unavailable(config, distributed):
+    """(config, notes): the config without what this device, or its other flags, do not allow."""
+    notes = []
+    for row in OPTIMIZATIONS:
+        on = {flag: value for flag, value in row.off.items() if getattr(config, flag) != value}
+        if on and (reason := row.needs(config, distributed)):
+            config = replace(config, **on)
+            notes += [Note(flag, value, reason) for flag, value in on.items()]
+    return config, notes
+
+
+def is_off(note):
+    """Whether a Note turned an optimization off."""
+    return any(note.flag in row.off and row.off[note.flag] == note.value for row in OPTIMIZATIONS)
+
+
+def model_switches(config):
+    """The fields of GPTConfig that are optimizations, with their values."""
+    return {row.name: getattr(config, row.name) for row in OPTIMIZATIONS if row.in_model}
+
+
+def saved_operators():
+    """Operators, besides GEMMs, whose outputs selective activation checkpointing keeps."""
+    return [name for row in OPTIMIZATIONS for name in row.saves]
+
+
+def flags_that_change(*kinds):
+    """Flags of the optimizations that change one of "nothing", "rounding", "recipe"."""
+    return {flag for row in OPTIMIZATIONS if row.changes in kinds for flag in row.off}
+
+
+def readme_table():
+    lines = ["| flag | what it does |", "| --- | --- |"]
+    for row in OPTIMIZATIONS:
+        flag = "torchrun" if row.name == "ddp" else f"--{next(iter(row.off))}"
+        lines.append(f"| `{flag}` | {row.buys}{'' if row.default else ' (off by default)'} |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    print(readme_table())

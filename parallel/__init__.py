@@ -1,0 +1,1 @@
+"""The process group, and how a model is spread over ranks."""

@@ -1,0 +1,47 @@
+"""DDP: every rank holds the whole model and a share of the batch; gradients are averaged in the last backward."""
+
+import contextlib
+
+import torch
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel
+
+
+def wrap_ddp(model, config, distributed):
+    """The model, compiled or not, with its gradients averaged over the ranks in backward.
+
+    Returns the model itself on one rank and for a model that FSDP shards.
+    """
+    if distributed.world_size == 1 or config.parallel != "ddp":
+        return model
+    # overlap_gradients: torch.compile splits its graph at DDP's buckets, so that a bucket's all-reduce runs during the
+    # rest of backward. Each split adds passes over memory. https://docs.pytorch.org/docs/stable/notes/ddp.html
+    torch._dynamo.config.optimize_ddp = config.overlap_gradients
+    device_ids = [distributed.device.index] if distributed.device.type == "cuda" else None
+    # gradient_as_bucket_view: gradients are views of the communication buckets, which saves one copy of all gradients
+    ddp = DistributedDataParallel(model, device_ids=device_ids, gradient_as_bucket_view=True)
+    # bf16_gradients: the all-reduce sends half the bytes
+    if config.bf16_gradients:
+        ddp.register_comm_hook(None, bf16_compress_hook)
+    return ddp
+
+
+def micro_batch(model, train_forward, config, last):
+    """A context for the forward and backward of one micro-batch; `last` says whether it ends the step.
+
+    Gradients accumulate locally and are averaged over the replicas once, in the last backward. A sharded model
+    reduce-scatters every backward into the shards, so that no rank holds all gradients.
+    """
+    if isinstance(model, FSDPModule):
+        model.set_is_last_backward(last)
+        model.set_requires_all_reduce(last)
+        model.set_reshard_after_backward(last or config.parallel != "zero2")
+    elif isinstance(train_forward, DistributedDataParallel) and not last:
+        return train_forward.no_sync()
+    return contextlib.nullcontext()
+
+
+def zero_gradients(optimizer, train_forward):
+    """Zero the gradients after an update. DDP's live in its buckets and stay allocated; others are freed."""
+    optimizer.zero_grad(set_to_none=not isinstance(train_forward, DistributedDataParallel))

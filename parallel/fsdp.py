@@ -1,0 +1,113 @@
+"""ZeRO by FSDP2: weights, gradients and optimizer state sharded over ranks (Rajbhandari et al. 2020, "ZeRO").
+
+The ranks form a mesh of (replicate, shard). A shard group holds one copy of the weights; the mesh has as many rows as
+there are copies. zero2 and zero3 use one shard group of all ranks, hsdp one for each machine.
+https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html
+"""
+
+import contextlib
+import math
+import os
+
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from common.cli import UserError
+
+# Parameters gathered in one all-gather, or more. With smaller all-gathers Python takes longer to launch a block than
+# the GPU to compute it. GPT-2 124M with zero3 on two H200s: gathering four blocks together is 1.02 x as fast, 1.05 x
+# with one micro-batch a step.
+GATHERED_TOGETHER = 25_000_000
+
+
+def shard_group_size(config, distributed):
+    """Number of ranks that share one copy of the weights."""
+    machine = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    return {"ddp": 1, "hsdp": config.shard_ranks or machine}.get(config.parallel, distributed.world_size)
+
+
+def blocks_together(config):
+    """Number of blocks in one FSDP unit: their weights are gathered together."""
+    return max(1, min(math.ceil(GATHERED_TOGETHER / (12 * config.n_embd**2)), config.n_layer // 3))
+
+
+def describe(config, distributed):
+    """The parallel mode in words, for the plan."""
+    words = config.parallel
+    if config.parallel == "hsdp":
+        words += f", {distributed.world_size // config.shard_ranks} copies on {config.shard_ranks} ranks each"
+    return words + (", gradients averaged in bf16" if config.bf16_gradients else "")
+
+
+def place(model, config, distributed):
+    """Allocate a GPT on this rank's device: all of it with ddp, this rank's shards otherwise.
+
+    The model may be on the device "meta". Its weights are uninitialized afterwards: fill() copies them in.
+    """
+    if config.parallel != "ddp":
+        shard(model, config, distributed)
+    model.to_empty(device=distributed.device)
+
+
+def shard(model, config, distributed):
+    """Shard a GPT in place. Parameters become DTensors; float32 master weights stay in the shards.
+
+    A unit of blocks is all-gathered, in bf16 under autocast, while the unit before it computes. zero2 keeps gathered
+    weights until the step ends; zero3 and hsdp reshard a unit after its forward.
+    """
+    size = shard_group_size(config, distributed)
+    shape = (distributed.world_size // size, size)
+    mesh = init_device_mesh(distributed.device.type, shape, mesh_dim_names=("replicate", "shard"))
+    mesh = mesh if shape[0] > 1 else mesh["shard"]
+    policy = MixedPrecisionPolicy(
+        param_dtype=torch.bfloat16 if config.autocast == "bf16" else None,
+        reduce_dtype=torch.bfloat16 if config.bf16_gradients else torch.float32,
+        cast_forward_inputs=False,  # --bf16_residual alone decides the dtype of the residual stream
+    )
+    blocks, together = list(model.transformer.h), blocks_together(model.config)
+    units = [blocks[i : i + together] for i in range(0, len(blocks), together)]
+    for unit in (*units, model):
+        fully_shard(unit, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward(unit, model, config))
+    for unit, following in zip(units, units[1:]):
+        unit[0].set_modules_to_forward_prefetch([following[0]])  # FSDP prefetches by itself in backward only
+
+
+def reshard_after_forward(unit, model, config):
+    """Whether a unit's gathered weights are freed after forward. Not the root's: backward begins with them."""
+    return config.parallel != "zero2" and unit is not model
+
+
+@contextlib.contextmanager
+def gathered(model, config):
+    """Every rank holds all weights inside this context, for evaluation: no gradients, any number of forwards.
+
+    Does nothing for a model that is not sharded. Raises UserError if the weights do not fit.
+    """
+    units = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    for unit in units:
+        unit.set_reshard_after_forward(False, recurse=False)
+        try:
+            unit.unshard()
+        except torch.OutOfMemoryError as error:
+            raise UserError(
+                "out of memory: validation, HellaSwag and samples need all weights on every GPU; if they do not fit, "
+                "turn them off: --val_every 0 --hellaswag_every 0 --sample_every 0"
+            ) from error
+    yield
+    for unit in units:
+        unit.set_reshard_after_forward(reshard_after_forward(unit, model, config), recurse=False)
+        unit.reshard()
+
+
+def full_tensor(tensor):
+    """The whole of a DTensor; a plain tensor as it is."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def fill(tensor, whole):
+    """Copy a whole tensor, the same on all ranks, into a tensor that may be a DTensor: each rank takes its shard."""
+    if isinstance(tensor, DTensor):
+        whole = distribute_tensor(whole, tensor.device_mesh, tensor.placements, src_data_rank=None)
+    tensor.copy_(whole)

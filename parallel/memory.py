@@ -1,0 +1,124 @@
+"""How much GPU memory a step takes, and the largest micro-batch that fits."""
+
+import torch
+
+from common.cli import UserError
+from data.tokenizer import VOCAB_SIZE
+from optim.optimizer import STATE_BYTES
+from parallel.fsdp import blocks_together, shard_group_size
+
+LARGEST_MICRO_BATCH = 64  # sequences; more gains 1% for twice the memory
+LOGIT_ROWS = 4096  # rows of logits that fused_cross_entropy holds at a time
+
+# Peak bytes of forward and backward: (a layer, per token and unit of width), (the head, per token and vocabulary
+# entry), (attention without flash, per score in each layer). Fitted to peaks of GPT-2 124M on an H200, PyTorch 2.11.
+PEAK_BYTES = {
+    # (compile, 16 bits)
+    (True, True): (33, 2.7, 4),
+    (True, False): (44, 8, 4),
+    (False, True): (45, 9, 6),
+    (False, False): (64, 12, 4),
+}
+
+
+def nearest_multiples(number, factor):
+    """The multiples of factor below and above number, in words."""
+    below = number // factor * factor
+    return f"{below} or {below + factor}" if below else str(factor)
+
+
+def free_memory(distributed):
+    """Free GPU memory in bytes, the least of all ranks'; None without GPUs."""
+    if distributed.device.type != "cuda":
+        return None
+    return distributed.minimum(torch.cuda.mem_get_info(distributed.device)[0])
+
+
+def choose_micro_batch_size(config, distributed, free):
+    """The largest power of two, up to LARGEST_MICRO_BATCH, that fits and divides the batch: (size, reason).
+
+    free: bytes, as free_memory gives them. Raises UserError if no micro-batch size divides the batch.
+    """
+    share = config.seq_len * distributed.world_size
+    if config.total_batch_size % share:
+        nearest = nearest_multiples(config.total_batch_size, share)
+        raise UserError(
+            f"--total_batch_size {config.total_batch_size} cannot be divided into sequences of {config.seq_len} tokens "
+            f"over {distributed.world_size} ranks: try {nearest}"
+        )
+    if free is not None:
+        room = 0.85 * free - bytes_of_weights(config, distributed)
+        if config.fused_cross_entropy:
+            # LOGIT_ROWS rows of logits, the embedding table in their dtype, and its float32 gradient
+            width = 2 if config.autocast != "off" else 4
+            room -= VOCAB_SIZE * (width * (LOGIT_ROWS + config.n_embd) + 4 * config.n_embd)
+        limit = room / (config.seq_len * bytes_per_token(config))
+        memory = f"the {free / 2**30:.0f} GB of free memory"
+        reason = f"the largest that fits {memory}" if limit >= 1 else f"the smallest, though it may not fit {memory}"
+    else:
+        # on a CPU the logits of 128 tokens, 25 MB, stay near the cache
+        limit = (128 if distributed.device.type == "cpu" else 1024) / config.seq_len
+        reason = f"the default on a {distributed.device.type}"
+    size = 1
+    while size * 2 <= min(limit, LARGEST_MICRO_BATCH) and config.total_batch_size % (size * 2 * share) == 0:
+        size *= 2
+    return size, reason
+
+
+def check_micro_batch_size(config, distributed):
+    """Raises UserError if the micro-batches of all ranks do not divide the batch."""
+    share = config.seq_len * distributed.world_size  # tokens of one sequence on every rank
+    if config.total_batch_size % (config.micro_batch_size * share) == 0:
+        return
+    sequences = config.total_batch_size // share
+    fits = [b for b in range(1, sequences + 1) if config.total_batch_size % (b * share) == 0]
+    nearest = nearest_multiples(config.total_batch_size, config.micro_batch_size * share)
+    hint = f"--micro_batch_size {min(fits, key=lambda b: abs(b - config.micro_batch_size))} or " if fits else ""
+    raise UserError(
+        f"--total_batch_size {config.total_batch_size} is not a multiple of micro_batch_size {config.micro_batch_size} "
+        f"× seq_len {config.seq_len} × {distributed.world_size} ranks: try {hint}--total_batch_size {nearest}"
+    )
+
+
+def less_memory(micro_batch_size=1):
+    """What to do when memory runs out, for an error message. micro_batch_size: 1 where it does not matter."""
+    if micro_batch_size > 1:
+        return f"use --micro_batch_size {max(b for b in range(1, micro_batch_size) if micro_batch_size % b == 0)}"
+    return "use --parallel zero3 on several GPUs, --activation_checkpointing full, or a smaller --model or --seq_len"
+
+
+def count_params(config):
+    return 12 * config.n_layer * config.n_embd**2 + (VOCAB_SIZE + config.seq_len) * config.n_embd
+
+
+def bytes_of_weights(config, distributed):
+    """Bytes a rank holds for the weights: float32 master weights, gradients, optimizer state, and compute weights."""
+    weights = count_params(config)
+    held = 4 + 4 + STATE_BYTES
+    if config.parallel == "ddp":
+        # bf16 compute weights take 2 more; at the end of backward it is 4, but then the activations are freed
+        return (held + 2) * weights
+    block = 12 * config.n_embd**2
+    unit, embeddings = blocks_together(config) * block, weights - config.n_layer * block
+    gathered = weights if config.parallel == "zero2" else embeddings + 2 * unit  # one unit computes, one is prefetched
+    width = 4 if config.autocast == "off" else 2
+    reduced = (width + 4) * max(unit, embeddings)  # a unit's gradients, and their float32 copy for the reduce-scatter
+    return held * weights / shard_group_size(config, distributed) + width * gathered + reduced
+
+
+def bytes_per_token(config):
+    """Peak bytes for each token of a micro-batch: training's, or evaluation's if that takes more."""
+    half = config.autocast != "off"
+    layer, head, score = PEAK_BYTES[config.compile, half]
+    layer = config.n_embd * layer + (0 if config.flash else config.n_head * config.seq_len * score)
+    layers = config.n_layer * layer
+    if config.activation_checkpointing != "off":
+        # each block's input; with "selective" also the GEMM outputs, ten times C; and one whole block under way
+        kept = 2 if config.bf16_residual else 4
+        if config.activation_checkpointing == "selective":
+            kept += 20 if half else 40
+        layers = config.n_layer * config.n_embd * kept + layer
+    training = layers + (0 if config.fused_cross_entropy else VOCAB_SIZE * head)
+    # evaluation returns each token's loss and so holds all logits: 2 bytes compiled, 11 with eager float32 copies
+    evaluation = VOCAB_SIZE * (2 if config.compile else 11) * (1 if half else 2)
+    return max(training, evaluation)

