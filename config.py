@@ -9,9 +9,9 @@ from typing import Annotated, Literal
 import torch
 import tyro
 
-from common.cli import UserError, given
+from common.cli import Note, UserError, arguments, given
 from observe import profiler
-from optimizations import RUNGS, SWITCHES, Note, turn_off_unavailable
+from optimizations import RUNGS, SWITCHES, flags_that_change, is_off, turn_off_unavailable
 from parallel.fsdp import shard_group_size
 from parallel.memory import check_micro_batch_size, choose_micro_batch_size
 
@@ -22,7 +22,6 @@ SIZES = {
     "gpt2-large": (36, 20, 1280),  # 774M
     "gpt2-xl": (48, 25, 1600),  # 1558M
 }
-EVALUATIONS = ("val_every", "hellaswag_every", "sample_every", "checkpoint_every")  # what interrupts training
 
 
 @dataclass
@@ -248,6 +247,7 @@ DEMO = Config(
     checkpoint_every=100,
 )
 
+
 def defaults(arguments):
     """The default Config of a command line: DEMO with --demo, and for a --ladder without a GPU, unless the command line
     says what to train on what."""
@@ -263,14 +263,20 @@ def defaults(arguments):
 
 def flags(config):
     """The command line, as a list, that parses into this config."""
-    base = dataclasses.asdict(DEMO if config.demo else Config())
-    result = ["--demo"] if config.demo else []
-    for name, default in base.items():
-        value = getattr(config, name)
-        if value == default or value is None:
-            continue
-        result += [f"--{name}" if value else f"--no_{name}"] if isinstance(default, bool) else [f"--{name}", str(value)]
-    return result
+    return ["--demo"] * config.demo + arguments(vars(config), vars(DEMO if config.demo else Config()))
+
+
+def flags_that_matter():
+    """Flags that decide what a run computes, beyond the order of sums: a resumed run names those that have changed."""
+    own = {"model", "n_layer", "n_head", "n_embd", "seq_len", "seed", "shuffle", "max_steps"}
+    return own | {field.name for field in dataclasses.fields(Recipe)} | flags_that_change("rounding", "recipe")
+
+
+def refuse_idle_flags(given_flags, notes):
+    """Raises UserError for a flag that a person gave and that a Note turned off."""
+    for note in notes:
+        if note.flag in given_flags and is_off(note):
+            raise UserError(f"--{note.flag} does nothing here: {note.reason}; leave it out")
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -280,10 +286,10 @@ def flags(config):
 def resolve(config, distributed, free_memory=None, pretrained=None, resumed=None, step=0):
     """Compute what follows from the flags and the device, and check that everything fits together.
 
-    free_memory: bytes, the least of all ranks' GPUs; None on a CPU. pretrained: the GPTConfig of what --init_from names,
-    or of `resumed`, the checkpoint that training continues from at step `step`.
-    Returns the complete Config and a list of Notes: what was chosen or changed, and why.
-    Raises UserError, with what to do, for flags that contradict each other.
+    free_memory: bytes, from parallel.memory. pretrained: the GPTConfig of the weights to start from. resumed: the
+    checkpoint that training continues from, at step `step`.
+    Returns the complete Config, and Notes of what was chosen or changed. Raises UserError for flags that contradict
+    each other.
     """
     check_bounds(config)
     if config.rungs != "all":
@@ -291,16 +297,9 @@ def resolve(config, distributed, free_memory=None, pretrained=None, resumed=None
     profiler.check_steps(config, step)
     new = dataclasses.replace(config)
     set_sizes(new, pretrained, resumed)
-    notes = []
     if new.device == "auto":
         new.device = distributed.device.type
-    if new.autocast == "bf16" and distributed.device.type == "cuda":
-        if torch.cuda.get_device_capability(distributed.device) < (8, 0):
-            new.autocast = "fp16"
-            name = torch.cuda.get_device_name(distributed.device)
-            notes.append(Note("autocast", "fp16", f"{name} has no bf16; gradients are scaled"))
-    new, unavailable = turn_off_unavailable(new, distributed)
-    notes += unavailable
+    new, notes = turn_off_unavailable(new, distributed)
     check_parallel(new, distributed, notes)
     if new.micro_batch_size is None:
         new.micro_batch_size, reason = choose_micro_batch_size(new, distributed, free_memory)
@@ -380,17 +379,15 @@ def check_parallel(config, distributed, notes):
 
 def check_bounds(config):
     """Raises UserError for a number that no run can have."""
-    lowest = dict.fromkeys(("n_layer", "n_head", "n_embd", "seq_len", "micro_batch_size", "total_batch_size"), 1)
-    lowest |= dict.fromkeys(("max_steps", "val_steps", "ladder_steps", "keep_checkpoints", "max_bad_steps"), 1)
-    lowest["shard_ranks"] = 1
-    lowest |= dict.fromkeys((*EVALUATIONS, "seed", "profile"), 0)
-    lowest |= dict.fromkeys(
-        ("lr", "min_lr_ratio", "warmup_steps", "weight_decay", "grad_clip", "batch_warmup_steps"), 0
-    )
-    for name, bound in lowest.items():
-        value = getattr(config, name)
-        if value is not None and not value >= bound:
-            raise UserError(f"--{name} {value}: it must be at least {bound}")
+    positive = "n_layer n_head n_embd seq_len micro_batch_size total_batch_size max_steps val_steps ladder_steps "
+    positive += "keep_checkpoints max_bad_steps shard_ranks"
+    zero_or_more = "val_every hellaswag_every sample_every checkpoint_every seed profile lr min_lr_ratio warmup_steps "
+    zero_or_more += "weight_decay grad_clip batch_warmup_steps"
+    for bound, names in ((1, positive), (0, zero_or_more)):
+        for name in names.split():
+            value = getattr(config, name)
+            if value is not None and not value >= bound:
+                raise UserError(f"--{name} {value}: it must be at least {bound}")
     if config.peak_tflops is not None and not config.peak_tflops > 0:
         raise UserError(f"--peak_tflops {config.peak_tflops}: it must be above 0")
     if config.seed >= 2**63:

@@ -208,7 +208,9 @@ def main():
                 kind, chance = "HellaSwag", f"chance {(1 / task.choices.sum(dim=1)).mean():.4f}"
             else:
                 task = LastWord(items, model.config.seq_len, **shape)
-                results = "acc {:.4f} | perplexity {:.2f}".format(*task.evaluate(model, losses_of, distributed, progress))
+                results = "acc {:.4f} | perplexity {:.2f}".format(
+                    *task.evaluate(model, losses_of, distributed, progress)
+                )
                 kind, chance = "LAMBADA", ""
         if distributed.is_main:
             print(f"{name}, {len(items):,} items: {results}")

@@ -1,79 +1,88 @@
-"""What each optimization buys, on the machine at hand: short runs of train_gpt2.py, compared.
+"""What each optimization buys on this machine: short runs of train_gpt2.py, compared.
 
     python train_gpt2.py --ladder                                           # turn the optimizations on, one by one
     python ladder.py --sweep micro_batch_size=8,16,32,64 seq_len=512,1024   # the best of a grid of flags
 
-Every rung of the ladder and every cell of the grid runs the real training loop on the same data from the same seed.
+Every rung of the ladder and every cell of the grid runs the real training loop, on the same data from the same seed.
 """
 
 import dataclasses
 import itertools
 import os
 import sys
+import typing
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 from tqdm import tqdm
 
-from common.cli import UserError, parse, run
-from common.device import choose_micro_batch_size, fit_device
-from config import EVALUATIONS, SETTLING_STEPS, Config, defaults
+from common.cli import Note, UserError, parse, read_value, run
+from common.device import choose_device_type
+from common.peer_flags import HINTS
+from config import GROUPS, Config, check_bounds, defaults, flags
+from data.shards import open_shards
 from observe import figures
 from observe.figures import describe, word
-from observe.measure import OUT_OF_MEMORY, measure, prepare, report_failures, save
-from parallel.distributed import Distributed, choose_device_type
+from observe.measure import OUT_OF_MEMORY, SETTLING_STEPS, measure, prepare, report_failures, save
+from optimizations import RUNGS, turn_off_unavailable
+from parallel.memory import choose_micro_batch_size
+from parallel.process_group import Distributed
 
-FIRST_MICRO_BATCH = 16  # on a GPU, and less where that does not fit: what an 80 GB A100 takes with everything off
+FIRST_MICRO_BATCH = 16  # of the first rungs on a GPU, if it fits: what an 80 GB A100 can hold with everything off
+EVALUATIONS = ("val_every", "hellaswag_every", "sample_every", "checkpoint_every")  # off in a measurement
 
-# What a measurement sets itself, or has no use for
+# Flags that a measurement sets itself, or that have no effect in it
 NOT_SWEPT = (
     "demo ladder rungs ladder_steps profile max_steps batch_warmup_steps log_dir run_name wandb wandb_group".split()
 )
 NOT_SWEPT += ["wandb_project", "peak_tflops", "val_steps", "hellaswag_data", *EVALUATIONS]
 NOT_SWEPT += ["parallel", "shard_ranks", "overlap_gradients", "bf16_gradients"]  # of several processes
 
-# A rung's name: its label, and what its flags are without it. With it they are what the command line says.
-RUNGS = {
-    "tf32": ("tf32", dict(tf32=False)),
-    "bf16": ("autocast {autocast}", dict(autocast="off")),
-    "compile": ("compile", dict(compile=False)),
-    "flash": ("flash", dict(flash=False)),
-    "pad_vocab": ("pad_vocab", dict(pad_vocab=False)),
-    "fused_adamw": ("fused_adamw", dict(fused_adamw=False)),
-    # without GPT-3's recipe: the defaults of torch.optim.AdamW, at the 3e-4 that suits any Transformer
-    "recipe": (
-        "GPT-3's recipe",
-        dict(lr=3e-4, lr_schedule="constant", warmup_steps=0, weight_decay=0.01, beta2=0.999, grad_clip=0.0),
-    ),
-    "accumulation": ("{total_batch_size:,} tokens a step", dict(total_batch_size=None)),  # None: one micro-batch
-    "micro_batch": ("micro-batch of {micro_batch_size}", dict(micro_batch_size=None)),  # None: the first rung's
-    "bf16_residual": ("bf16_residual", dict(bf16_residual=False)),
-    "fused_loss": ("fused_loss", dict(fused_cross_entropy=False)),
-    "fused_gelu": ("fused_gelu", dict(fused_gelu=False)),
-    "packed_attention": ("packed_attention", dict(packed_qkv=False)),
-    "autotune": ("autotune", dict(autotune=False)),
-    "fp8": ("fp8", dict(fp8=False)),
-    "ddp": ("{mode} × {world_size}", {}),
-}
+
+@dataclass
+class Sweep:
+    """A grid of flags to measure."""
+
+    TITLE = "sweep"
+
+    sweep: tuple[str, ...] = ()
+    """For each axis a flag of train_gpt2.py and its values, as micro_batch_size=8,16 compile=on,off."""
 
 
 @dataclass
-class SweepConfig(Config):
+class SweepConfig(Sweep, Config):
     """Measure a grid of flags (--sweep), or without --sweep the ladder, as train_gpt2.py --ladder does.
 
     Takes every flag of train_gpt2.py.
     """
 
-    sweep: tuple[str, ...] = ()
-    """The grid: for each axis a flag of train_gpt2.py and its values, as micro_batch_size=8,16 compile=on,off."""
+    GROUPS = (Sweep, *GROUPS)
 
 
 def main():
-    ladder = not any(argument.split("=")[0] == "--sweep" for argument in sys.argv)
-    base = defaults([*sys.argv, "--ladder"] if ladder else sys.argv)
-    config = parse(SweepConfig, default=SweepConfig(**vars(base)))
-    climb(config) if ladder else sweep(config)
+    is_ladder = not any(argument.split("=")[0] == "--sweep" for argument in sys.argv)
+    base = defaults([*sys.argv, "--ladder"] if is_ladder else sys.argv)
+    config = parse(SweepConfig, default=SweepConfig(**vars(base)), hints=HINTS)
+    climb(config) if is_ladder else sweep(config)
+
+
+def check(config):
+    """Raises UserError for what would fail in every run."""
+    check_bounds(config)
+    if config.profile:
+        raise UserError("--profile is for a single run: tracing would slow down what is measured here")
+    if not config.demo:
+        open_shards(config.data_dir, "train")
+
+
+def short_run(config):
+    """The command line of a measurement: (arguments of train_gpt2.py, number of steps)."""
+    steps = SETTLING_STEPS + config.ladder_steps
+    off = dict.fromkeys((*EVALUATIONS, "batch_warmup_steps"), 0)
+    off |= dict(ladder=False, rungs="all", ladder_steps=Config.ladder_steps)
+    off |= dict(log_dir=Config.log_dir, run_name=None, wandb_group=None)
+    return flags(dataclasses.replace(config, **off, max_steps=steps)), steps
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -85,20 +94,19 @@ WIDTHS = (28, 10, 11, 8, 8, 6, 8, 8)
 
 
 def climb(config):
-    """Run the ladder: the table on the terminal, and ladder.json, ladder.md and ladder.png in the run's folder.
+    """Run the ladder: print its table, and write ladder.json, ladder.md and ladder.png to the run's folder.
 
-    Raises UserError for rungs that do not exist, or when a rung failed.
+    Raises UserError for rungs that do not exist, or if a rung failed.
     """
     if int(os.environ.get("RANK", 0)):
-        return  # the first of torchrun's processes starts all others itself
+        return  # torchrun's rank 0 starts the processes of every rung
     if config.fp8 and config.parallel != "ddp":
         raise UserError(f"--fp8 goes with --parallel ddp, not {config.parallel}")
     rungs = [("baseline",), *choose_rungs(config.rungs, count_devices(config), config.fp8)]
-    folder = prepare(config, "ladder")
-    print(
-        f"results: {folder}/" + (", of the demo's small model (GPT-2's needs a GPU, and data)" if config.demo else "")
-    )
-    # the whole schedule of the learning rate within these few steps
+    check(config)
+    folder = prepare(config.log_dir, config.run_name, "ladder")
+    print(f"results: {folder}/" + (", of the demo's small model (GPT-2 needs a GPU, and data)" if config.demo else ""))
+    # the learning rate's whole schedule fits into these few steps
     squeezed = min(config.warmup_steps, (SETTLING_STEPS + config.ladder_steps) // 4)
     config = dataclasses.replace(config, warmup_steps=squeezed)
     device = torch.device(choose_device_type(config.device))
@@ -114,13 +122,13 @@ def climb(config):
         results.append(result)
         bar.write(row(result, results))
         bar.write(doubt(result), end="")
-        save(folder, "ladder", config, results, markdown(results), partial(figures.ladder, results))
+        save(folder, "ladder", config.ladder_steps, results, markdown(results), partial(figures.ladder, results))
 
     with tqdm(total=len(rungs) * steps, unit="step", leave=False, disable=None) as bar:
         for index, names in enumerate(rungs):
             bar.set_description(" + ".join(map(str, names)))
             ranks = names[1] if names[0] == "ddp" else 1
-            rung, idle = fit_rung(config, on, names, first, device, before)
+            rung, idle = fit_rung(config, on, names, first, Distributed(0, ranks, device), before)
             for name, reason in idle.items():
                 show(dict(rung=f"+ {name}", name=name, status="skipped", reason=reason))
             names = tuple(name for name in names if name not in idle)
@@ -128,14 +136,14 @@ def climb(config):
                 bar.update(steps)
                 continue
             folder_name = f"{index:02d}_{'+'.join(map(str, names))}"
-            result = measure(rung, folder, folder_name, ranks, bar)
+            result = measure(short_run(rung)[0], folder, folder_name, ranks, steps, bar)
             while index == 0 and result.get("reason") == OUT_OF_MEMORY and first > 1:
                 first //= 2  # the first rung's micro-batch is the largest that fits
                 bar.update(-steps)
-                rung, _ = fit_rung(config, on, names, first, device, None)
-                result = measure(rung, folder, f"{folder_name}_B{first}", ranks, bar)
+                rung, _ = fit_rung(config, on, names, first, Distributed(0, 1, device), None)
+                result = measure(short_run(rung)[0], folder, f"{folder_name}_B{first}", ranks, steps, bar)
             if index == 0 and result["status"] == "skipped" and result["reason"] != OUT_OF_MEMORY:
-                raise UserError(result["reason"])  # a mistake in the flags is one in every rung
+                raise UserError(result["reason"])  # a mistake in the flags fails every rung
             if result["status"] == "done":
                 on += names
                 before = rung
@@ -148,7 +156,7 @@ def climb(config):
 
 
 def doubt(result):
-    """A line about a measurement that cannot be trusted, or nothing."""
+    """A line about a measurement whose steps are uneven, or an empty string."""
     if result.get("spread", 0) < 0.3:
         return ""
     return (
@@ -157,7 +165,7 @@ def doubt(result):
 
 
 def count_devices(config):
-    """Processes that the largest DDP rung may have: torchrun's own, or one for every GPU here."""
+    """Processes of the largest DDP rung: as many as torchrun started, or one for each GPU."""
     if "WORLD_SIZE" in os.environ:
         if os.environ["WORLD_SIZE"] != os.environ.get("LOCAL_WORLD_SIZE"):
             raise UserError("the ladder runs on one machine: start it with torchrun --standalone, or without torchrun")
@@ -166,10 +174,10 @@ def count_devices(config):
 
 
 def choose_rungs(text, devices, fp8=False):
-    """Tuples of names out of --rungs; DDP's rungs are ("ddp", 2), ("ddp", 4), … up to all devices. "all" has fp8's only
+    """Tuples of names from --rungs. DDP's are ("ddp", 2), ("ddp", 4), ... up to all devices; "all" contains fp8 only
     with --fp8.
 
-    Raises UserError for a name that does not exist or comes twice, and an order that makes no sense.
+    Raises UserError for a name that does not exist or comes twice, and for an order that cannot be.
     """
     every = ",".join(name for name in RUNGS if name != "fp8" or fp8)
     text = every if text.strip() == "all" else text.replace(" ", "")
@@ -200,37 +208,33 @@ def first_micro_batch(config, device):
     return size
 
 
-def fit_rung(config, on, names, first, device, before):
-    """A rung's config, with `on` and `names` turned on, as the device can run it; and a reason for each of `names` that
-    changes nothing against `before`, the config of the rung before (None for the first)."""
-    rung = with_rungs(config, [*on, *names], first)
-    notes = []
-    fit_device(rung, device, notes)
-    if device.type != "cuda" and rung.micro_batch_size is None:
-        rung.micro_batch_size, reason = choose_micro_batch_size(rung, Distributed(0, 1, device))
-        notes.append(reason)
+def fit_rung(config, on, names, first, distributed, before):
+    """(a rung's Config, {name: why it changes nothing}), for the rung that adds `names` to those in `on`.
+
+    The Config is what this machine can run. before: the Config of the rung before, None for the first.
+    """
+    rung, notes = turn_off_unavailable(with_rungs(config, [*on, *names], first), distributed)
+    if distributed.device.type != "cuda" and rung.micro_batch_size is None:
+        rung.micro_batch_size, reason = choose_micro_batch_size(rung, Distributed(0, 1, distributed.device), None)
+        notes.append(Note("micro_batch_size", rung.micro_batch_size, reason))
     idle = {}
-    for name in names if before else ():
-        fields = RUNGS[name][1] if name in RUNGS else {}
-        if fields and all(getattr(rung, field) == getattr(before, field) for field in fields):
-            reasons = [note for note in notes if note.split()[0] in fields]
-            idle[name] = "; ".join(reasons) or "off on the command line"
+    for name in names if before and names[0] != "ddp" else ():
+        flags = RUNGS[name].off
+        if all(getattr(rung, flag) == getattr(before, flag) for flag in flags):
+            idle[name] = "; ".join(str(note) for note in notes if note.flag in flags) or "off on the command line"
     if names == ("ddp", 1):
-        alone = "one GPU here" if device.type == "cuda" else "no GPUs here: torchrun starts more processes"
+        alone = "one GPU here" if distributed.device.type == "cuda" else "no GPUs here: torchrun starts more processes"
         idle = {"ddp": alone}
     return rung, idle
 
 
 def with_rungs(config, on, first):
-    """config with every rung off that is not in `on`; `first` is the micro-batch without its rung."""
-    changes = {}
-    for name, (_, off) in RUNGS.items():
-        if name not in on:
-            changes |= off
+    """config with every rung off that is not in `on`; first: the micro-batch size without its rung."""
+    changes = {flag: value for row in RUNGS.values() if row.name not in on for flag, value in row.off.items()}
     if "micro_batch" not in on:
         changes["micro_batch_size"] = first
     if "ddp" not in on:
-        changes |= dict(parallel="ddp", shard_ranks=None, bf16_gradients=False, overlap_gradients="auto")
+        changes |= dict(bf16_gradients=False, overlap_gradients=False)
     if "accumulation" not in on:
         changes["total_batch_size"] = first * config.seq_len
     return dataclasses.replace(config, **changes)
@@ -242,8 +246,8 @@ def label(names, result, mode):
         return "baseline"
     if result["status"] != "done":
         return "+ " + " + ".join(map(str, names)).replace("ddp + ", f"{mode.upper()} × ")
-    facts = result["facts"] | dict(mode=mode.upper())
-    return "+ " + " + ".join(RUNGS[name][0].format(**facts) for name in names if name in RUNGS)
+    facts = result["facts"] | dict(parallel=mode.upper())
+    return "+ " + " + ".join(RUNGS[name].rung.format(**facts) for name in names if name in RUNGS)
 
 
 def cells(result, results):
@@ -288,9 +292,9 @@ def markdown(results):
 
 
 def sweep(config):
-    """Measure every combination of the axes' values; sweep.json, sweep.md and the heat map sweep.png.
+    """Measure every combination of the axes' values: sweep.json, sweep.md and the heat map sweep.png.
 
-    Raises UserError for an axis that is not a flag, or when no combination or not all of them ran.
+    Raises UserError for an axis that is not a flag, if no combination ran, or if one failed.
     """
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
         raise UserError("a sweep measures one process at a time: start it with python, not with torchrun")
@@ -299,7 +303,8 @@ def sweep(config):
     axes = dict(read_axis(text) for text in config.sweep)
     if len(axes) < len(config.sweep):
         raise UserError("--sweep names a flag twice")
-    folder = prepare(config, "sweep")
+    check(config)
+    folder = prepare(config.log_dir, config.run_name, "sweep")
     results = []
     grid = list(itertools.product(*axes.values()))
     width = max(len(describe(dict(zip(axes, values)))) for values in grid)
@@ -307,7 +312,8 @@ def sweep(config):
         for index, values in enumerate(grid):
             cell = dict(zip(axes, values))
             bar.set_description(describe(cell))
-            result = measure(dataclasses.replace(config, **cell), folder, f"{index:02d}", 1, bar) | dict(cell=cell)
+            arguments, steps = short_run(dataclasses.replace(config, **cell))
+            result = measure(arguments, folder, f"{index:02d}", 1, steps, bar) | dict(cell=cell)
             results.append(result)
             if result["status"] == "done":
                 text = (
@@ -318,7 +324,7 @@ def sweep(config):
             bar.write(f"{describe(cell):{width}}  {text}")
             bar.write(doubt(result), end="")
             draw = partial(figures.heat_map, axes, results)
-            save(folder, "sweep", config, results, sweep_markdown(axes, results), draw)
+            save(folder, "sweep", config.ladder_steps, results, sweep_markdown(axes, results), draw)
     done = sorted((r for r in results if r["status"] == "done"), key=lambda r: r["tokens_per_sec"], reverse=True)
     if not done:
         raise UserError(f"none of the {len(grid)} combinations ran: {results[0]['reason']}")
@@ -328,22 +334,17 @@ def sweep(config):
 
 
 def read_axis(text):
-    """ "micro_batch_size=8,16" as ("micro_batch_size", [8, 16]). Raises UserError for what is no flag or no value."""
+    """ "micro_batch_size=8,16" as ("micro_batch_size", [8, 16]). Raises UserError for no flag, or no values of it."""
     name, _, values = text.partition("=")
-    fields = {field.name: field for field in dataclasses.fields(Config)}
     if name in NOT_SWEPT:
-        raise UserError(f"--sweep {text}: {name} makes no difference in a sweep, which measures one process")
-    if name not in fields or not values:
+        raise UserError(f"--sweep {text}: {name} has no effect in a sweep, which measures one process")
+    types = typing.get_type_hints(Config)
+    if name not in types or not values:
         raise UserError(f"--sweep {text}: it takes a flag of train_gpt2.py and its values, as micro_batch_size=8,16")
-    kind = fields[name].type
-    convert = next((t for t in (bool, int, float) if kind in (t, t | None)), str)
-    if convert is bool:
-        words = dict(on=True, true=True, off=False, false=False)
-        convert = lambda value: words[value.lower()]  # noqa: E731
     try:
-        converted = [convert(value) for value in values.split(",")]
-    except (ValueError, KeyError) as error:
-        raise UserError(f"--sweep {text}: not all of {values} are values of --{name}") from error
+        converted = [read_value(name, types[name], value) for value in values.split(",")]
+    except UserError as error:
+        raise UserError(f"--sweep {text}: {error}") from error
     if len(set(converted)) < len(converted):
         raise UserError(f"--sweep {text} names a value twice")
     return name, converted

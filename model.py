@@ -12,19 +12,10 @@ from pathlib import Path
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from kernels.mlp import fused_mlp
+from torch.utils.checkpoint import checkpoint
 
-from kernels import cublaslt
-
-try:
-    from kernels import triton_kernels
-except ImportError:  # no Triton here; the plain path computes the same
-    kernels = None
-try:
-    from kernels import attention
-except ImportError:  # nor cuDNN's front end
-    attention = None
-
-# OpenAI's code keeps these four as (in, out); nn.Linear keeps (out, in). Everything else is equal.
+# Linear weights that OpenAI's code, and so Hugging Face, stores as (in, out); nn.Linear stores (out, in)
 TRANSPOSED = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
 
 
@@ -37,10 +28,10 @@ class GPTConfig:
     n_embd: int = 768
     flash: bool = True  # F.scaled_dot_product_attention; else attention written out
     pad_vocab: bool = True  # embedding table rounded up to a multiple of 128 rows
-    bf16_residual: bool = False  # the sum that runs through all blocks in bf16; for use under autocast to bf16
-    fused_cross_entropy: bool = False  # by Triton kernels, on a GPU
-    fused_gelu: bool = False  # by cuBLASLt
-    packed_qkv: bool = False  # flash attention through cuDNN's front end; for use under autocast
+    bf16_residual: bool = False  # the residual stream in bf16; needs autocast to bf16
+    fused_cross_entropy: bool = False  # head and loss by a Triton kernel; needs a GPU
+    fused_gelu: bool = False  # GELU in the epilogues of cuBLASLt's GEMMs
+    packed_qkv: bool = False  # flash attention through cuDNN's front end; needs autocast
 
     def __post_init__(self):
         if self.n_embd % self.n_head:
@@ -55,7 +46,7 @@ class GPTConfig:
 def causal_attention(q, k, v, hidden=None):
     """softmax(q kᵀ / √D) v with the (T, S) matrix in memory. q (B, H, T, D), k and v (B, H, S, D).
 
-    hidden (1, S) bool: which keys no query sees; by default each sees those that do not come after it.
+    hidden (1, S) bool: the keys that are masked; by default the causal mask.
     """
     scores = (q @ k.transpose(-2, -1)) / math.sqrt(q.size(-1))  # (B, H, T, S)
     if hidden is None:
@@ -76,15 +67,17 @@ class CausalSelfAttention(nn.Module):
     def forward(self, x, past=None):
         B, T, C = x.shape
         qkv = self.c_attn(x)
-        # packed_attention: the same kernel, which leaves the gradients of q, k and v where c_attn's backward wants them
+        # packed_qkv: cuDNN writes the gradients of q, k and v into one (B, T, 3C) tensor, which c_attn's backward reads
         if self.packed_qkv and past is None:
-            return self.c_proj(attention.packed_qkv(qkv, self.n_head)[0])
+            from kernels.attention import packed_qkv  # needs nvidia-cudnn-frontend
+
+            return self.c_proj(packed_qkv(qkv, self.n_head)[0])
         q, k, v = (
             part.view(B, T, self.n_head, C // self.n_head).transpose(1, 2)  # (B, H, T, C/H)
             for part in qkv.split(C, dim=2)
         )
         k, v, hidden = past.append(k, v) if past else (k, v, None)
-        # flash: one fused kernel that never writes the (T, T) matrix to memory (Dao et al. 2022)
+        # flash: one kernel that never writes the (T, T) matrix to memory (Dao et al. 2022)
         if self.flash and hidden is None:
             y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         else:
@@ -97,14 +90,14 @@ class MLP(nn.Module):
     def __init__(self, config):
         super().__init__()
         self.fused_gelu = config.fused_gelu
-        self.keep_gelu = True  # GELU's output, for backward
+        self.keep_gelu = True  # whether fused_gelu keeps GELU's output for backward, or recomputes it
         self.c_fc = nn.Linear(config.n_embd, 4 * config.n_embd)
         self.c_proj = nn.Linear(4 * config.n_embd, config.n_embd)
 
     def forward(self, x):
-        # fused_gelu: the same, with GELU and its gradient computed by the products before they write (B, T, 4C)
+        # fused_gelu: GEMM epilogues compute GELU and its gradient before they write (B, T, 4C)
         if self.fused_gelu:
-            return cublaslt.fused_mlp(x, self.c_fc, self.c_proj, self.keep_gelu)
+            return fused_mlp(x, self.c_fc, self.c_proj, self.keep_gelu)
         return self.c_proj(F.gelu(self.c_fc(x), approximate="tanh"))
 
 
@@ -115,16 +108,23 @@ class Block(nn.Module):
         self.attn = CausalSelfAttention(config)
         self.ln_2 = nn.LayerNorm(config.n_embd)
         self.mlp = MLP(config)
+        self.recompute = None  # arguments of torch.utils.checkpoint; see parallel/activation_checkpointing.py
 
     def forward(self, x, past=None):
+        # activation_checkpointing: backward recomputes the block's activations instead of keeping them
+        if self.recompute is not None:
+            return checkpoint(self.compute, x, past, **self.recompute)
+        return self.compute(x, past)
+
+    def compute(self, x, past):
         x = x + self.attn(self.ln_1(x), past)
         return x + self.mlp(self.ln_2(x))
 
 
 class Cache:
-    """Keys and values of the tokens so far, in each layer in buffers (B, H, capacity, D) that are filled in place.
+    """The KV cache: keys and values of earlier tokens, in static buffers (B, H, capacity, D) for each layer.
 
-    How many there are stands in a tensor, so that a step recorded as a CUDA graph can be replayed for the next token.
+    Its length is a tensor, so that a decoding step recorded as a CUDA graph can be replayed for every token.
     """
 
     def __init__(self, n_layer, capacity, device):
@@ -133,28 +133,28 @@ class Cache:
         self.layers = [PastKeysValues(self) for _ in range(n_layer)]
 
     def take(self, T):
-        """Make room for T tokens: all of the prompt, or one. Returns their positions, (T,)."""
-        self.places = self.slots[:T] + self.length
+        """Reserve slots for T tokens: the whole prompt, or one token. Returns their positions, (T,)."""
+        self.positions = self.slots[:T] + self.length
         self.length += T
         self.empty = (self.slots >= self.length)[None]  # (1, capacity)
-        return self.places
+        return self.positions
 
 
 class PastKeysValues:
-    """One layer's part of a Cache."""
+    """One layer of a Cache."""
 
     def __init__(self, cache):
         self.cache = cache
         self.k = self.v = None
 
     def append(self, k, v):
-        """Add (B, H, T, D) keys and values. Returns those to attend to, and which of them are none yet, (1, capacity)
-        bool, or None where they are the prompt's own."""
+        """Store keys and values, (B, H, T, D) each. Returns the keys and values to attend to, and a (1, capacity) bool
+        mask of the slots that are still empty: the prompt's own and None for a prompt, the buffers for one token."""
         B, H, T, D = k.shape
-        if self.k is None:  # zeros, since what is masked is still multiplied by 0
+        if self.k is None:  # zeros, not uninitialized memory: attention multiplies masked values by 0
             self.k, self.v = (x.new_zeros(B, H, len(self.cache.slots), D) for x in (k, v))
-        self.k.index_copy_(2, self.cache.places, k)
-        self.v.index_copy_(2, self.cache.places, v)
+        self.k.index_copy_(2, self.cache.positions, k)
+        self.v.index_copy_(2, self.cache.positions, v)
         return (k, v, None) if T > 1 else (self.k, self.v, self.cache.empty)
 
 
@@ -171,22 +171,23 @@ class GPT(nn.Module):
                     ln_f=nn.LayerNorm(config.n_embd),
                 )
             )
-        if torch.get_default_device().type != "meta":  # else weights come when they are in their place: to_empty()
+        if torch.get_default_device().type != "meta":  # a model on "meta" gets its memory and weights later
             self.to_empty(device=torch.get_default_device())
             self.init_weights()
 
     @torch.no_grad()
     def init_weights(self, fill=torch.Tensor.copy_):
-        """N(0, 0.02), biases 0; projections into the residual stream, where 2L of them add up, N(0, 0.02/√(2L)).
+        """GPT-2's initialization (Radford et al. 2019): N(0, 0.02), biases 0; the 2L projections into the residual
+        stream N(0, 0.02/√(2L)).
 
-        All are drawn in host memory, one after the other: they depend on the seed, and on no device. fill(parameter,
-        weight) takes each to where it belongs.
+        Weights are drawn in host memory one after the other, so they depend on the seed alone. fill(parameter, weight)
+        copies each into its parameter, which may be sharded over ranks.
         """
         for name, parameter in self.named_parameters():
             weight = torch.zeros(parameter.shape, device="cpu")
             if name.endswith("c_proj.weight"):
                 weight.normal_(std=0.02 / math.sqrt(2 * self.config.n_layer))
-            elif weight.dim() == 2:  # rows of padding stay 0, and the others are what they are without padding
+            elif weight.dim() == 2:  # padding rows stay 0; the others are the same as without padding
                 rows = self.config.vocab_size if name.endswith("wte.weight") else len(weight)
                 weight[:rows].normal_(std=0.02)
             elif name.endswith("weight"):  # LayerNorm
@@ -195,24 +196,24 @@ class GPT(nn.Module):
 
     @classmethod
     def empty(cls, config):
-        """A GPT whose weights are whatever was in memory: they are about to be loaded."""
+        """A GPT with uninitialized weights, which are about to be loaded."""
         with torch.device("meta"):
             model = cls(config)
         return model.to_empty(device=torch.get_default_device())
 
     def num_params(self):
-        """Trainable numbers, the embedding that is also the head counted once, its padding not at all."""
+        """Number of parameters; the tied embedding counts once, its padding not at all."""
         padding = self.config.table_rows - self.config.vocab_size
         return sum(p.numel() for p in self.parameters()) - padding * self.config.n_embd
 
     def forward(self, idx, targets=None, reduction="mean", at=None, cache=None):
         """Logits, or with targets their cross-entropy.
 
-        idx (B, T) int64. targets (B, T) int64, -1 where none: the loss in nats, the mean over all targets, or with
-        reduction="none" (B, T), 0 where there is none. Without targets: logits (B, T, V), padding left out.
-        at (N,) int64, positions in idx.flatten(): targets, losses and logits are of these alone, (N,) and (N, V).
-        cache (of new_cache) holds earlier tokens: the first call brings the prompt, each later one a single token, and
-        only the last position's logits come back, (B, 1, V).
+        idx (B, T) int64. targets (B, T) int64, -1 to ignore a position. The loss is in nats: the mean over all targets,
+        or with reduction="none" (B, T), 0 at ignored positions. Without targets: logits (B, T, V) without padding.
+        at (N,) int64, positions in idx.flatten(): targets, losses and logits are of these positions, (N,) and (N, V).
+        cache, from new_cache(): the first call takes the prompt, each later call one token; logits are those of the
+        last position, (B, 1, V).
 
         Raises ValueError for more than seq_len tokens.
         """
@@ -228,34 +229,35 @@ class GPT(nn.Module):
             x = x.flatten(0, 1)[at]  # (N, C)
         return self.head(x, targets, reduction)
 
-    # torch.compile takes all of forward for one graph; where the blocks are sharded, embed, each block, and head
+    # Sharded models compile as separate graphs: embedding, each block, head.
 
     def embed(self, idx, position):
         x = self.transformer.wte(idx) + self.transformer.wpe(position)  # (B, T, C)
-        # bf16_residual: every block reads and writes this sum four times, forward and backward; now in half the bytes
+        # bf16_residual: every block reads and writes the residual stream four times, now in half the bytes
         return x.bfloat16() if self.config.bf16_residual else x
 
     def head(self, x, targets, reduction):
         x = self.transformer.ln_f(x)
-        # fused_loss: logits exist for a part of the batch at a time, and the pass over them that finds the loss leaves
-        # the gradient in their place
+        # fused_cross_entropy: logits exist for 4,096 tokens at a time; one kernel computes their loss and replaces them
+        # by their gradient
         if self.config.fused_cross_entropy and targets is not None and reduction == "mean":
-            return triton_kernels.mean_loss(x, self.transformer.wte.weight, targets, self.config.vocab_size)
-        # pad_vocab: the head's product, the largest of all, has 50304 columns, a multiple of 128 that tensor-core tiles
-        # divide. The padding takes no part in the softmax, since its logits are -inf: a bias says so for nothing, while
-        # to cut them off here would copy all logits (7% of a step on an H200).
+            from kernels.cross_entropy import fused_cross_entropy  # needs Triton
+
+            return fused_cross_entropy(x, self.transformer.wte.weight, targets, self.config.vocab_size)
+        # pad_vocab: the head's GEMM, the largest of all, has 50304 columns, which tensor-core tiles divide. A bias of
+        # -inf keeps the padding out of the softmax for free; slicing it off would copy all logits (7% of a step).
         padding = None
         if self.config.table_rows > self.config.vocab_size:
             padding = torch.zeros(self.config.table_rows, device=x.device)
             padding[self.config.vocab_size :] = float("-inf")
-        logits = F.linear(x, self.transformer.wte.weight, padding)  # (..., V), the head is the token embedding again
+        logits = F.linear(x, self.transformer.wte.weight, padding)  # (..., V); the head is tied to the token embedding
         if targets is None:
             return logits[..., : self.config.vocab_size]
         loss = F.cross_entropy(logits.flatten(0, -2), targets.flatten(), ignore_index=-1, reduction=reduction)
         return loss if reduction == "mean" else loss.view_as(targets)
 
     def new_cache(self, capacity):
-        """What forward takes as cache, with room for so many tokens."""
+        """An empty KV cache for forward, with room for `capacity` tokens."""
         return Cache(self.config.n_layer, capacity, self.transformer.wpe.weight.device)
 
     # --------------------------------------------------------------------------------------------------------------
@@ -326,7 +328,7 @@ class GPT(nn.Module):
         path.chmod(0o644)  # safetensors leaves it readable to its owner alone
 
     def to_hugging_face(self):
-        """Copies of the weights in host memory, by Hugging Face's names: no padding, the tied head not repeated."""
+        """Copies of the weights in host memory, by Hugging Face's names, without padding and without the tied head."""
         weights = {}
         for name, parameter in self.named_parameters():
             weight = stored(name, parameter.detach())
@@ -355,17 +357,17 @@ class GPT(nn.Module):
 
 
 def stored(name, weight):
-    """A weight as OpenAI's files have it, or back from that."""
+    """A weight in the layout of OpenAI's files, or back from it."""
     return weight.t() if name.endswith(TRANSPOSED) else weight
 
 
 def to_host(tensor):
-    """A copy in host memory, page-locked if it comes from a GPU, which then writes it itself, several times faster."""
+    """A copy in host memory, page-locked if it comes from a GPU: the copy is then several times faster."""
     return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda).copy_(tensor)
 
 
 def find_file(name, file):
-    """The path of a file in a Hugging Face folder, or of a repository on its hub, from which it is downloaded once."""
+    """The path of a file in a Hugging Face folder, or in a repository on the hub, which is downloaded once."""
     folder = Path(name)
     if folder.is_dir():
         return folder / file

@@ -13,22 +13,9 @@ from typing import Literal
 
 import torch
 
+from common.cli import Note
 from common.device import missing_compiler
 from kernels import cublaslt
-
-
-@dataclass(frozen=True)
-class Note:
-    """A flag whose value was chosen or changed, and why. Printed with the plan, and in the ladder's table."""
-
-    flag: str
-    value: object
-    reason: str
-
-    def __str__(self):
-        value = {True: "on", False: "off"}[self.value] if isinstance(self.value, bool) else self.value
-        return f"{self.flag} is {value}: {self.reason}"
-
 
 # ----------------------------------------------------------------------------------------------------------------------
 # What an optimization needs: functions of a Config and a Distributed that return what is missing, or None
@@ -46,7 +33,7 @@ def tensor_cores(config, distributed):
 
 
 def bf16_instructions(config, distributed):
-    """Of a CPU. A GPU without bf16 gets fp16, see config.resolve."""
+    """Of a CPU. A GPU without bf16 gets fp16, see turn_off_unavailable."""
     abilities = torch.cpu.get_capabilities()
     if config.autocast == "bf16" and distributed.device.type == "cpu":
         if not any(abilities.get(name) for name in ("avx512_bf16", "amx_bf16", "bf16")):
@@ -95,7 +82,7 @@ def cudnn_frontend(config, distributed):
         return "it needs --flash and --autocast"
     if torch.cuda.get_device_capability(distributed.device) < (8, 0):
         return f"{torch.cuda.get_device_name(distributed.device)} is older than Ampere"
-    head_width = config.n_embd // config.n_head
+    head_width = config.n_embd // config.n_head if config.n_embd else 64  # unknown before --init_from is read
     if head_width % 8 or head_width > 128:
         return f"cuDNN needs a head width that is a multiple of 8, 128 at most, and it is {head_width}"
     return missing_package("cudnn", "nvidia-cudnn-frontend")
@@ -160,7 +147,12 @@ def switch(name, buys, **facts):
 OPTIMIZATIONS = (
     switch("tf32", "float32 GEMMs on tensor cores in TensorFloat-32", needs=tensor_cores, changes="rounding"),
     Optimization(
-        "bf16", dict(autocast="off"), "autocast {autocast}", "GEMMs and attention in 16 bits", bf16_instructions, changes="rounding"
+        "bf16",
+        dict(autocast="off"),
+        "autocast {autocast}",
+        "GEMMs and attention in 16 bits",
+        bf16_instructions,
+        changes="rounding",
     ),
     switch("compile", "torch.compile: fused kernels, no Python between them", needs=inductor),
     switch(
@@ -270,6 +262,11 @@ RUNGS = {row.name: row for row in OPTIMIZATIONS if row.rung}
 def turn_off_unavailable(config, distributed):
     """(config, notes): the config without what this device, or its other flags, do not allow."""
     notes = []
+    if config.autocast == "bf16" and distributed.device.type == "cuda":
+        if torch.cuda.get_device_capability(distributed.device) < (8, 0):
+            config = replace(config, autocast="fp16")
+            name = torch.cuda.get_device_name(distributed.device)
+            notes.append(Note("autocast", "fp16", f"{name} has no bf16; gradients are scaled"))
     for row in OPTIMIZATIONS:
         on = {flag: value for flag, value in row.off.items() if getattr(config, flag) != value}
         if on and (reason := row.needs(config, distributed)):
@@ -286,6 +283,14 @@ def is_off(note):
 def model_switches(config):
     """The fields of GPTConfig that are optimizations, with their values."""
     return {row.name: getattr(config, row.name) for row in OPTIMIZATIONS if row.in_model}
+
+
+def plan_switches(config):
+    """{optimization: whether it is on}, for the plan; those that are off by default only when they are on."""
+    rows = [(row, all(getattr(config, flag) != off for flag, off in row.off.items())) for row in OPTIMIZATIONS]
+    values = {row.name: getattr(config, next(iter(row.off))) for row in OPTIMIZATIONS}
+    label = lambda row: row.name if row.is_switch else f"{next(iter(row.off))} {values[row.name]}"  # noqa: E731
+    return {label(row): on for row, on in rows if on or row.default}
 
 
 def saved_operators():

@@ -12,386 +12,280 @@ import contextlib
 import math
 import sys
 import time
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import torch
+from observe.hardware import flops_per_token
+from observe.plan import print_plan, print_summary
+from observe.run_log import RunLog
 
 import curves
 import ladder
-from checkpoints import checkpoint, pieces, resume
-from common import cli
-from common.cli import UserError, parse, run
-from common.device import be_deterministic, less_memory
+from checkpoints import load, resume
+from checkpoints.checkpointer import Checkpointer
+from common.cli import given, out_of_memory, parse, run
+from common.device import be_deterministic
+from common.peer_flags import HINTS
 from common.signals import StopSignal
-from config import MODEL_SWITCHES, Config, check_given, defaults, resolve
+from config import Config, defaults, flags_that_matter, refuse_idle_flags, resolve
 from data import demo
-from data.loader import Loader, TokenStream
-from data.shards import open_shards
+from data.loader import Loader, open_streams
 from hellaswag import MultipleChoice, load_items
-from kernels import cublaslt
 from model import GPT, GPTConfig
 from observe import profiler
-from observe.metrics import RunLog, flops_per_token, peak_memory
-from optim.optimizer import accumulation_steps, learning_rate, make_optimizer
-from parallel import distributed
+from observe.validation import validation_loss
+from optim.optimizer import make_optimizer, update_if_finite
+from optim.schedules import accumulation_steps, learning_rate
+from optimizations import model_switches, plan_switches, saved_operators
+from parallel import fsdp, process_group
+from parallel.activation_checkpointing import checkpoint_activations
+from parallel.ddp import micro_batch, wrap_ddp, zero_gradients
+from parallel.memory import free_memory, less_memory
 from sample import sample
 
 PROMPT = "Hello, I'm a language model,"
 
 
 def main():
-    config = parse(Config, default=defaults(sys.argv))
+    config = parse(Config, default=defaults(sys.argv), hints=HINTS)
     if config.ladder:
         return ladder.climb(config)
-    distributed = distributed.start(config.device)
-    train(config, distributed)
-    distributed.stop()
+    distributed = process_group.start(config.device)
+    train(config, distributed, given(sys.argv))
+    process_group.stop()
 
 
-def train(config, distributed):
-    # ------------------------------------------------------------------------------------------------------------------
-    # Where to start, and the flags that follow from others
+# ----------------------------------------------------------------------------------------------------------------------
+# Build
 
-    resumed = resume.find(config, distributed)
-    start_from = resumed or config.init_from
-    pretrained = None if start_from == "scratch" else checkpoint.load_config(start_from)
-    training = checkpoint.read_training(resumed) if resumed else None
-    if config.deterministic:
-        be_deterministic()  # before cuDNN makes its plans
-    config, reasons = resolve(config, distributed, pretrained, resumed, training["step"] if resumed else 0)
-    check_given(sys.argv, reasons)
-    if resumed:
-        reasons += [f"resumed from {resumed}", *resume.differences(config, training, distributed)]
-        if training["step"] >= config.max_steps:
-            reasons.append(f"nothing is left to do at step {training['step']}: a larger --max_steps goes on")
+
+@dataclass
+class Trainer:
+    """What a step needs: see build()."""
+
+    config: Config
+    distributed: process_group.Distributed
+    model: GPT  # the plain module, which is saved and sampled from
+    forward: Callable  # the same weights, compiled: for evaluations
+    train_forward: Callable  # the same, wrapped in DDP
+    autocast: contextlib.AbstractContextManager
+    optimizer: torch.optim.Optimizer
+    scaler: torch.amp.GradScaler
+
+
+def build(config, distributed, weights=None, sizes=None):
+    """The Trainer of a resolved Config. weights: what load_weights takes, of `sizes`; by default random weights.
+
+    Raises UserError if the model does not fit into memory.
+    """
     device = distributed.device
-    B, T = config.micro_batch_size, config.seq_len
-
-    # tf32: float32 products on tensor cores, with 10 bits of mantissa for 23 (autocast leaves none in float32)
+    # tf32: float32 GEMMs on tensor cores, with 10 of 23 mantissa bits (under autocast none are left in float32)
     torch.set_float32_matmul_precision("high" if config.tf32 else "highest")
-
-    # autotune: which of cuBLASLt's algorithms multiplies matrices of these sizes is measured, not guessed
-    cublaslt.autotune = config.autotune
-
-    # autocast: products and attention in 16 bits, twice tf32's rate and half its bytes; weights stay float32
-    if config.autocast == "off":
-        autocast = contextlib.nullcontext()
-    else:
-        autocast = torch.autocast(device.type, torch.bfloat16 if config.autocast == "bf16" else torch.float16)
-    # fp16's smallest number is 6e-8: gradients are scaled up in backward so that they stay above it
+    # autocast: GEMMs and attention in 16 bits, at twice TF32's rate and half its bytes; master weights stay float32
+    half = torch.float16 if config.autocast == "fp16" else torch.bfloat16
+    autocast = torch.autocast(device.type, half, enabled=config.autocast != "off")
+    # fp16's smallest number is 6e-8: the loss is scaled up so that gradients stay above it
     scaler = torch.amp.GradScaler(device.type, enabled=config.autocast == "fp16")
 
-    # ------------------------------------------------------------------------------------------------------------------
-    # Data
-
-    if config.demo:
-        distributed.on_main(lambda: demo.make_data(config.data_dir))
-    train_stream = TokenStream(open_shards(config.data_dir, "train"), config.seed, config.shuffle)
-    val_stream = TokenStream(open_shards(config.data_dir, "val"))
-    if train_stream.total < config.total_batch_size:
-        raise UserError(
-            f"{config.data_dir} has {train_stream.total:,} training tokens, a step takes {config.total_batch_size:,}: "
-            "use more data, or a smaller --total_batch_size"
-        )
-    if val_stream.total <= T:
-        raise UserError(
-            f"{val_stream.total} validation tokens in {config.data_dir}: at least seq_len + 1 = {T + 1} are needed"
-        )
-    loader = Loader(train_stream, B, T, device, distributed.rank, distributed.world_size)
-    hellaswag = None
-    if config.hellaswag_every:
-        hellaswag = MultipleChoice(load_items("HellaSwag", config.hellaswag_data), T, tokens=B * T)
-
-    # ------------------------------------------------------------------------------------------------------------------
-    # Model: `model` is the plain module, which is saved and sampled from; `forward` computes with the same weights
-
     torch.manual_seed(config.seed)
-    sizes = pretrained or GPTConfig(seq_len=T, n_layer=config.n_layer, n_head=config.n_head, n_embd=config.n_embd)
-    with torch.device("meta"):  # shapes only, since all weights together may be more than a rank has memory for
-        model = GPT(replace(sizes, **{name: getattr(config, name) for name in MODEL_SWITCHES}))
-    # activation_checkpointing: less memory, so a larger model or micro-batch, for up to a third more computation
-    distributed.checkpoint_activations(model, config.activation_checkpointing)
-    # parallel: zero2, zero3 and hsdp leave each rank a part of the weights; with ddp it has all
-    cli.out_of_memory_hint = less_memory()
-    distributed.place(model, config, distributed)
-    if pretrained:
-        if not resumed:  # else they were when it was found
-            distributed.on_main(lambda: checkpoint.verify_weights(start_from))
-        checkpoint.load_weights(start_from, model)
-    else:
-        model.init_weights(pieces.fill)
-    # fp8: the blocks' products in 8 bits, at twice the rate; tensors need scales, which follow the values they had
+    sizes = sizes or GPTConfig(config.seq_len, n_layer=config.n_layer, n_head=config.n_head, n_embd=config.n_embd)
+    with torch.device("meta"):  # shapes only: one rank may not have memory for all weights
+        model = GPT(replace(sizes, **model_switches(config)))
+    # activation_checkpointing: less memory, for up to a third more computation
+    checkpoint_activations(model, config.activation_checkpointing, saved_operators())
+    with out_of_memory(less_memory()):
+        # parallel: with zero2, zero3 and hsdp each rank holds a shard of the weights; with ddp all of them
+        fsdp.place(model, config, distributed)
+        if weights:
+            load.load_weights(weights, model)
+        else:
+            model.init_weights(fsdp.fill)
+        # fp8: the blocks' GEMMs in 8 bits, at twice the rate, with scales that follow each tensor's amax
+        if config.fp8:
+            from kernels import fp8  # needs Triton
+
+            tokens = config.micro_batch_size * config.seq_len
+            fp8.convert(model, targets=accumulation_steps(0, config, distributed.world_size) * tokens)
+        # compile: one pass over memory for a chain of element-wise operations, and no Python between kernels. Each
+        # shape has its own graph (dynamic=False): one for training and validation, three for HellaSwag.
+        forward = torch.compile(model, dynamic=False) if config.compile else model
+        # ddp: each rank has all weights and a share of the batch; the last backward averages gradients over the ranks
+        train_forward = wrap_ddp(forward, config, distributed)
+        optimizer = make_optimizer(model, config)
+    return Trainer(config, distributed, model, forward, train_forward, autocast, optimizer, scaler)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# One step
+
+
+@dataclass
+class StepResult:
+    loss: float  # nats, the mean over the step's tokens
+    grad_norm: float  # before clipping
+    tokens: int
+    finite: bool  # otherwise the update was skipped
+    loss_scale: float | None  # fp16's
+    stop: bool  # some rank has received a stop signal
+
+
+def train_step(trainer, step, next_batch, stop_signal=None):
+    """Forward and backward over the micro-batches of step `step`, clip, update: a StepResult.
+
+    next_batch(): inputs and targets, (B, T) int64 each. Returns None if stop_signal arrived between micro-batches: then
+    nothing has changed but the gradients. Several ranks finish the step.
+    """
+    config, distributed, scaler = trainer.config, trainer.distributed, trainer.scaler
+    world_size = distributed.world_size
+    micro_steps = accumulation_steps(step, config, world_size)
+    for group in trainer.optimizer.param_groups:
+        group["lr"] = learning_rate(step, config)
+    loss_sum = torch.zeros((), device=distributed.device)
+    for micro_step in range(micro_steps):
+        last = micro_step == micro_steps - 1
+        x, y = next_batch()
+        # gradients accumulate over the micro-batches; the last backward averages them over the ranks
+        with micro_batch(trainer.model, trainer.train_forward, config, last):
+            with trainer.autocast:
+                loss = trainer.train_forward(x, y) / micro_steps
+            scaler.scale(loss).backward()
+        loss_sum += loss.detach()
+        if stop_signal and stop_signal.name and world_size == 1 and not last:
+            return None
+    scaler.unscale_(trainer.optimizer)
+    norm = torch.nn.utils.clip_grad_norm_(trainer.model.parameters(), config.grad_clip or float("inf"))
+    norm = fsdp.full_tensor(norm)
+    stop = bool(stop_signal and stop_signal.name)
+    read = distributed.begin_all_reduce(loss_sum / world_size, norm / world_size, stop)
+    update_if_finite(trainer.optimizer, scaler, norm)
+    zero_gradients(trainer.optimizer, trainer.train_forward)
     if config.fp8:
         from kernels import fp8
 
-        fp8.convert(model, targets=accumulation_steps(0, config, distributed.world_size) * B * T)
-    # compile: one pass over memory for a chain of element-wise operations, and no Python between kernels. Every shape
-    # gets its own graph (dynamic=False): training and validation have one, HellaSwag has three; none is compiled twice.
-    forward = torch.compile(model, dynamic=False) if config.compile else model
-    # ddp: every rank has all weights and a share of the batch; backward ends by averaging the gradients over the ranks
-    train_forward = distributed.wrap_ddp(forward, config, distributed)
-    optimizer = make_optimizer(model, config)
-    if resumed:
-        resume.restore(resumed, training, model, optimizer, scaler, loader, distributed)
+        fp8.update_scales(trainer.model, micro_steps)
+    loss, norm, stop = read()  # waits for the gradients but not for the update: the next step queues behind it
+    scale = scaler.get_scale() if scaler.is_enabled() else None
+    # GradScaler finds fp16's scale by overflowing; a scale below 1 means that the loss itself is wrong
+    finite = math.isfinite(loss if scale and scale >= 1 else loss + norm)
+    tokens = micro_steps * config.micro_batch_size * config.seq_len * world_size
+    return StepResult(loss, norm, tokens, finite, scale, stop > 0)
 
-    def losses_of(x, y, at=None):
-        """Each target's loss, as y, for the evaluations."""
-        with autocast:
-            return forward(x, y, reduction="none", at=at)
 
-    # ------------------------------------------------------------------------------------------------------------------
-    # The plan
+# ----------------------------------------------------------------------------------------------------------------------
+# Training
 
-    step = training["step"] if resumed else 0  # updates so far
-    tokens = training["tokens"] if resumed else 0  # trained on so far
-    # rank 0 alone keeps the log
-    log = distributed.on_main(lambda: RunLog(config, device, distributed.world_size, flops_per_token(model, T), resumed, training))
-    if log:
-        print_plan(config, reasons, step, tokens, model, distributed, train_stream, val_stream, hellaswag, log)
-    cli.out_of_memory_hint = less_memory(B)
-    tracer = profiler.start(config, model.config, log, step) if log and config.profile else None
 
-    # ------------------------------------------------------------------------------------------------------------------
-    # The loop
+def train(config, distributed, given_flags=()):
+    """Train as the Config says. given_flags: the flags that a person gave; one without effect is an error."""
+    if config.deterministic:
+        be_deterministic()
+    start = resume.find_start(config, distributed)
+    config, notes = resolve(config, distributed, free_memory(distributed), start.sizes, start.resumed, start.step)
+    refuse_idle_flags(given_flags, notes)
+    config.run_name = distributed.broadcast(config.run_name)  # by default it contains the time of day
+    notes += resume.changed_flags(start, config, distributed.world_size, flags_that_matter())
+    if config.demo:
+        distributed.on_main(lambda: demo.make_data(config.data_dir))
+    train_stream, val_stream = open_streams(config)
+    hellaswag = None
+    if config.hellaswag_every:
+        tokens = config.micro_batch_size * config.seq_len
+        hellaswag = MultipleChoice(load_items(config.hellaswag_data), config.seq_len, tokens)
+    place = (distributed.device, distributed.rank, distributed.world_size)
+    loader = Loader(train_stream, config.micro_batch_size, config.seq_len, *place)
+    trainer = build(config, distributed, start.weights, start.sizes)
+    if start.resumed:
+        resume.restore(start, trainer.model, trainer.optimizer, trainer.scaler, loader, distributed)
+    flops = flops_per_token(trainer.model, config.seq_len)
+    log = distributed.on_main(
+        lambda: RunLog(config, distributed.device, distributed.world_size, flops, start.resumed, start.training)
+    )
+    if log:  # on rank 0
+        text = f"resumed from {start.resumed}" if start.resumed else f"{config.init_from}, seed {config.seed}"
+        counts = (start.step, start.tokens)
+        streams = (train_stream, val_stream, hellaswag)
+        print_plan(config, notes, text, *counts, trainer.model, distributed, *streams, log, plan_switches(config))
+    checkpointer = Checkpointer(trainer, loader, log, start.step)
+    tracer = profiler.start(config, trainer.model.config, log, start.step) if log and config.profile else None
+    with out_of_memory(less_memory(config.micro_batch_size)):
+        loop(trainer, loader, val_stream, hellaswag, checkpointer, log, tracer, start)
 
-    saved = step  # the last step that a checkpoint has; there is nothing to save before the first
-    pending = False  # a checkpoint is due, and waits for a step that is not bad
-    writer = checkpoint.start_writer(config, step, distributed)
-    if config.checkpoint_every and device.type == "cuda":
-        checkpoint.snapshot(model, optimizer, distributed)  # page-locked memory takes its time now, not at a checkpoint
-    evaluated = resumed and training["evaluated"]  # this step has been, before the run was resumed
-    val_losses = {}  # by step
-    bad_steps = 0  # in a row
-    clock = None  # when the first step, which compiles, was over
-    loader_state = loader.state()
-    interrupt = StopSignal()  # SIGTERM and Ctrl-C: finish the micro-batch (with several ranks the step), save, stop
+
+def loop(trainer, loader, val_stream, hellaswag, checkpointer, log, tracer, start):
+    """The training loop, and its end. log and tracer are None on ranks other than 0."""
+    config = trainer.config
+    step, tokens = start.step, start.tokens  # updates, and tokens trained on, so far
+    bad_steps = 0  # consecutive steps whose loss or gradient was not finite
     stopping = False
-    val_loss = None  # at this step
+    stop_signal = StopSignal()  # SIGTERM, Ctrl-C: finish the micro-batch (several ranks: the step), save, stop
 
     while True:
-        last = step >= config.max_steps
-        evaluating = not (evaluated or stopping)
-
-        if evaluating and due(step, config.max_steps, config.val_every):
-            start = time.perf_counter()
-            with distributed.gathered(model, config):
-                val_loss = validation_loss(losses_of, val_stream, config, distributed)
-            val_losses[step] = val_loss
-            if log:
-                text = f"validation loss {val_loss:.4f}"
-                log.evaluation(step, tokens, "val", val_loss, text, time.perf_counter() - start, val_loss=val_loss)
-
-        if hellaswag and evaluating and due(step, config.max_steps, config.hellaswag_every):
-            start = time.perf_counter()
-            with distributed.gathered(model, config):
-                acc, acc_norm = hellaswag.evaluate(losses_of, distributed)
-            if log:
-                text = f"HellaSwag acc {acc:.4f} | acc_norm {acc_norm:.4f}"
-                scores = dict(hellaswag_acc=acc, hellaswag_acc_norm=acc_norm)
-                log.evaluation(step, tokens, "hella", acc_norm, text, time.perf_counter() - start, **scores)
-
-        if step > 0 and evaluating and due(step, config.max_steps, config.sample_every):
-            with distributed.gathered(model, config), autocast:
-                texts = log and sample(model, PROMPT, count=4, max_new_tokens=24, seed=config.seed)
-            if log:
-                log.samples(step, tokens, texts)
-
-        evaluated = evaluated or evaluating
-
-        # not while steps are bad: what made them so may be in the weights
-        healthy = not bad_steps and math.isfinite(val_loss or 0)
-        pending = step > saved and (pending or last or stopping or due(step, config.max_steps, config.checkpoint_every))
-        if config.checkpoint_every and pending and healthy:
-            if writer:
-                writer.wait()
-            tensors = checkpoint.snapshot(model, optimizer, distributed)
-            saved, pending = step, False
-            if writer:
-                facts = dict(step=step, tokens=tokens, evaluated=evaluated, val_loss=val_loss)
-                facts |= dict(loader=loader_state, scaler=scaler.state_dict(), run=log.facts if log else None)
-                if log:
-                    log.flush(step)
-                folder = writer.start(model, tensors, facts)
-            if log:
-                print(f"step {step:5d}/{config.max_steps} | checkpoint {folder}")
-            del tensors  # once they are written, the next take their memory
-
-        if last or stopping:
+        last = stopping or step >= config.max_steps
+        checkpointer.save_if_due(step, tokens, healthy=not bad_steps, last=last)
+        if not stopping:
+            evaluate_if_due(trainer, step, tokens, val_stream, hellaswag, log)
+        if last:
             break
 
-        start = time.perf_counter()
-        micro_steps = accumulation_steps(step, config, distributed.world_size)
-        lr = learning_rate(step, config)
-        for group in optimizer.param_groups:
-            group["lr"] = lr
-        loss_sum = torch.zeros((), device=device)
-        for micro_step in range(micro_steps):
-            x, y = loader.next_batch()
-            # gradients add up over the micro-batches; those of several ranks are averaged in the last backward
-            with distributed.micro_batch(model, train_forward, config, last=micro_step == micro_steps - 1):
-                with autocast:
-                    loss = train_forward(x, y) / micro_steps  # equal parts: the mean of their means is the mean of all
-                scaler.scale(loss).backward()
-            loss_sum += loss.detach()
-            if interrupt.name and distributed.world_size == 1:
-                break
-        if micro_step < micro_steps - 1:  # nothing of this step is kept
+        began = time.perf_counter()
+        result = train_step(trainer, step, loader.next_batch, stop_signal)
+        if result is None:  # stopped between micro-batches: nothing of this step is kept
             stopping = True
             continue
-        scaler.unscale_(optimizer)
-        norm = distributed.whole(torch.nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip or float("inf")))
-        read = distributed.begin_all_reduce(loss_sum / distributed.world_size, norm / distributed.world_size, bool(interrupt.name))
-        step_if_finite(optimizer, scaler, norm)
-        distributed.zero_gradients(optimizer, train_forward)
-        if config.fp8:
-            fp8.follow(model, micro_steps)
-        # reading waits for the gradients, so the clock sees whole steps, but not for the update: the next step is ready
-        # to run when that is over
-        loss, norm, interrupted = read()
-        end = time.perf_counter()
-
-        # fp16 finds its scale by overflowing; one below 1 was not found
-        scale = scaler.get_scale() if scaler.is_enabled() else None
-        bad = not math.isfinite(loss if scale and scale >= 1 else loss + norm)
-        bad_steps = bad_steps + 1 if bad else 0
-        step_tokens = micro_steps * B * T * distributed.world_size
-        tokens += step_tokens
-        clock = clock or (end, step)
+        tokens += result.tokens
+        bad_steps = 0 if result.finite else bad_steps + 1
         if log:
-            steps_timed = step - clock[1]
-            seconds_left = (end - clock[0]) / steps_timed * (config.max_steps - step - 1) if steps_timed else None
-            log.train_step(step, tokens, loss, lr, norm, end - start, step_tokens, seconds_left, scale, bad_steps)
+            lr, seconds = learning_rate(step, config), time.perf_counter() - began
+            log.train_step(step, tokens, result, lr, seconds, bad_steps)
         if tracer:
             tracer.step()
         step += 1
+        stopping = result.stop
         if bad_steps >= config.max_bad_steps:
             break
-        stopping = interrupted > 0
-        evaluated, val_loss = False, None
-        loader_state = loader.state()
 
-    # ------------------------------------------------------------------------------------------------------------------
-    # Goodbye
-
-    if writer:
-        writer.wait()
-    distributed.all_reduce(0)  # none leaves before all is saved: a scheduler may end a job with the first of its processes
+    checkpointer.finish(step, bad_steps)
     if log:
-        kept = next(iter(checkpoint.checkpoints(log.folder)), None)
-        newest = f"the newest checkpoint is {kept}" if kept else "there is no checkpoint"
-        if bad_steps >= config.max_bad_steps:
-            log.close(finished=False)
-            raise UserError(
-                f"the loss or the gradient was not finite in {bad_steps} steps in a row; {newest}; try a lower --lr"
-            )
-        if config.checkpoint_every and (saved < step or writer.failed):
-            log.close(finished=False)
-            why = "" if healthy else ", since its loss or gradient is not finite"
-            again = "goes on" if kept else "begins again"
-            hint = f"the same command with this --run_name {again}" if healthy else "try a lower --lr"
-            raise UserError(f"step {step} is not saved{why}; {newest}; {hint}")
-        if stopping:
-            print(
-                f"{interrupt.name or 'a signal to another rank'}: stopped before step {step}; "
-                + (f"--resume auto --run_name {config.run_name} goes on from {kept}" if kept else "no checkpoint")
-            )
-        if len(val_losses) > 1:
-            first, *_, last = val_losses
-            print(
-                f"validation loss {val_losses[first]:.4f} -> {val_losses[last]:.4f} in {last - first} steps; "
-                f"{tokens:,} tokens in all"
-            )
-        print(f"peak memory {peak_memory(device):.2f} GB")
-        print(f"log: {log.folder}/ (log.txt, metrics.jsonl, config.json); watch: {log.where_to_watch()}")
-        if config.demo:
-            print("Next: `python fineweb.py` makes real data, then `python train_gpt2.py` trains GPT-2 124M on it.")
-            print("`python train_gpt2.py --help` lists the flags.")
         log.close(finished=not stopping)
+        print_summary(config, log, tokens)
+        if stopping:
+            signal = stop_signal.name or "a signal to another rank"
+            print(f"{signal}: stopped before step {step}; {checkpointer.how_to_continue()}")
         curves.draw_own(log.folder)
 
 
-def step_if_finite(optimizer, scaler, norm):
-    """The update, unless the gradient has an infinity or a NaN: then nothing changes."""
-    finite = torch.isfinite(norm)
-    if scaler.is_enabled():
-        scaler.step(optimizer)
-        scaler.update()
-    elif optimizer.defaults["fused"]:
-        optimizer.found_inf = (~finite).float()  # the kernel looks at it itself: no waiting for the device
-        optimizer.step()
-    elif finite:
-        optimizer.step()
+# ----------------------------------------------------------------------------------------------------------------------
+# Evaluation
 
 
-def due(step, last, every):
-    return every > 0 and (step % every == 0 or step == last)
+def evaluate_if_due(trainer, step, tokens, val_stream, hellaswag, log):
+    """Validation, HellaSwag and samples, each every so many steps and after the last. A collective."""
+    config, distributed, model = trainer.config, trainer.distributed, trainer.model
 
+    def due(every):
+        return every > 0 and (step % every == 0 or step == config.max_steps)
 
-@torch.no_grad()
-def validation_loss(losses_of, stream, config, distributed):
-    """Mean loss over the first val_steps * total_batch_size tokens of the stream, or all there are: the same tokens
-    whatever the micro-batch size and the number of ranks."""
-    B, T = config.micro_batch_size, config.seq_len
-    sequences = min(config.val_steps * config.total_batch_size, stream.total - 1) // T
-    sums = []
-    for first in range(distributed.rank * B, sequences, distributed.world_size * B):
-        n = min(B, sequences - first)
-        tokens = torch.from_numpy(stream.read(first * T, n * T + 1)).to(distributed.device).long()
-        x = torch.zeros((B, T), dtype=torch.long, device=distributed.device)
-        y = torch.full_like(x, -1)  # rows beyond the last sequence stay without targets, and without loss
-        x[:n], y[:n] = tokens[:-1].view(n, T), tokens[1:].view(n, T)
-        sums.append(losses_of(x, y).float().sum())
-    total = torch.stack(sums).cpu().double().sum() if sums else 0.0
-    return distributed.all_reduce(total)[0] / (sequences * T)
+    def losses_of(x, y, at=None):
+        with trainer.autocast:
+            return trainer.forward(x, y, reduction="none", at=at)
 
-
-def print_plan(config, reasons, step, tokens, model, distributed, train_stream, val_stream, hellaswag, log):
-    """What is about to run, before it does."""
-    facts = log.facts
-    accumulated = accumulation_steps(config.batch_warmup_steps, config, distributed.world_size)
-    full = max(step, min(config.batch_warmup_steps, config.max_steps))  # from here on steps have the whole batch
-    micro_steps = sum(accumulation_steps(s, config, distributed.world_size) for s in range(step, full))
-    micro_steps += max(0, config.max_steps - full) * accumulated
-    total = tokens + micro_steps * config.micro_batch_size * config.seq_len * distributed.world_size
-    switches = {name: getattr(config, name) for name in ("tf32", "compile", *MODEL_SWITCHES, "fp8", "fused_adamw")}
-    switches[f"autocast {config.autocast}"] = config.autocast != "off"
-    if config.activation_checkpointing != "off":
-        switches[f"activation_checkpointing {config.activation_checkpointing}"] = True
-    off = ", ".join(name.removesuffix(" off") for name, on in switches.items() if not on)
-    peak = f"{log.peak_flops / 1e12 / distributed.world_size:g} TFLOP/s a device" if log.peak_flops else None
-    lines = [
-        (
-            "device",
-            f"{distributed.world_size} × {facts['hardware']}; PyTorch {facts['torch']}"
-            + (f", CUDA {facts['cuda']}" if facts["cuda"] else ""),
-        ),
-        (
-            "model",
-            f"{config.n_layer} layers, {config.n_head} heads, {config.n_embd} wide; {model.num_params():,} parameters",
-        ),
-        ("init", f"{config.init_from}, seed {config.seed}"),
-        (
-            "batch",
-            f"{config.total_batch_size:,} tokens = {config.micro_batch_size} sequences × {config.seq_len} tokens × "
-            f"{accumulated} accumulated × {distributed.world_size} ranks"
-            + (f", reached after {config.batch_warmup_steps} steps" if config.batch_warmup_steps else ""),
-        ),
-        *([("parallel", distributed.in_words(config, distributed))] if distributed.world_size > 1 else ()),
-        ("training", f"{config.max_steps:,} steps, {total:,} tokens, {total / train_stream.total:.2f} epochs"),
-        ("on", ", ".join(name for name, on in switches.items() if on) + (f" (off: {off})" if off else "")),
-        (
-            "data",
-            f"{config.data_dir}: {len(train_stream.shards)} train shards, {train_stream.total:,} tokens; "
-            f"{len(val_stream.shards)} val, {val_stream.total:,} tokens",
-        ),
-        ("HellaSwag", f"{len(hellaswag.labels):,} items" if hellaswag else "off"),
-        ("MFU", f"of a peak of {peak}" if peak else "unknown for this device: give --peak_tflops"),
-        ("log", f"{log.folder}/"),
-        ("watch", log.where_to_watch()),
-        *(("note", reason) for reason in reasons),
-    ]
-    for name, text in lines:
-        print(f"{name:10s} {text}")
+    if due(config.val_every):
+        began = time.perf_counter()
+        with fsdp.gathered(model, config):
+            loss = validation_loss(losses_of, val_stream, config, distributed)
+        if log:
+            log.validation(step, tokens, loss, time.perf_counter() - began)
+    if hellaswag and due(config.hellaswag_every):
+        began = time.perf_counter()
+        with fsdp.gathered(model, config):
+            acc, acc_norm = hellaswag.evaluate(losses_of, distributed)
+        if log:
+            log.hellaswag(step, tokens, acc, acc_norm, time.perf_counter() - began)
+    if step > 0 and due(config.sample_every):
+        with fsdp.gathered(model, config), trainer.autocast:
+            if log:
+                log.samples(step, tokens, sample(model, PROMPT, count=4, max_new_tokens=24, seed=config.seed))
 
 
 if __name__ == "__main__":

@@ -1,20 +1,20 @@
-"""The weights in nanoGPT's ckpt.pt and build-nanogpt's log/model_*.pt, read without executing what is pickled there.
+"""Weights from nanoGPT's ckpt.pt and build-nanogpt's log/model_*.pt, read without executing pickled code.
 
-nanoGPT computes GELU exactly, and this model by its tanh form, as OpenAI did: logits change a little.
+nanoGPT computes the exact GELU; this model its tanh approximation, as OpenAI's code does, so logits differ slightly.
 """
 
 import pickle
-import re
 import zipfile
 from pathlib import Path
 
 import torch
 
+from common.cli import first_line
 from data.tokenizer import VOCAB_SIZE
 
 
 class Sizes:
-    """Stands for build-nanogpt's GPTConfig, which is pickled with its weights: a bag of attributes."""
+    """Stand-in for build-nanogpt's GPTConfig, which is pickled with the weights; it only holds attributes."""
 
 
 def is_torch_file(name):
@@ -24,8 +24,8 @@ def is_torch_file(name):
 def load(path):
     """(sizes, weights): GPTConfig's sizes as a dictionary, and GPT-2's weights by Hugging Face's names.
 
-    Layers without bias get biases of 0, and rows of the embedding beyond GPT-2's vocabulary are left out.
-    Raises OSError when the file cannot be read, ValueError when it holds something else.
+    Layers without biases get zero biases; embedding rows beyond GPT-2's vocabulary are dropped.
+    Raises OSError if the file cannot be read, ValueError if it is no such checkpoint.
     """
     stand_ins = [(Sizes, f"{module}.GPTConfig") for module in ("__main__", "train_gpt2", "model")]
     if Path(path).is_file() and not zipfile.is_zipfile(path):
@@ -42,20 +42,19 @@ def load(path):
         if sizes["n_head"] < 1:
             raise KeyError("n_head")
     except pickle.UnpicklingError as error:
-        found = re.search(r"GLOBAL (\S+)", str(error))
         raise ValueError(
-            "it holds more than weights and settings, and none of that is executed" + (f": {found[1]}" if found else "")
+            f"it holds more than weights and settings, which is not executed: {first_line(error)}"
         ) from error
     except (RuntimeError, KeyError, TypeError, AttributeError, IndexError) as error:
         raise ValueError(f"it is neither nanoGPT's nor build-nanogpt's ({type(error).__name__}: {error})") from error
     weights, biases = {}, {}
     for name, weight in state.items():
         if name == "lm_head.weight" or name.endswith((".attn.bias", ".attn.masked_bias")):
-            continue  # the embedding again, and a mask
+            continue  # the tied embedding, and the causal mask
         if name == "transformer.wte.weight":
             weight = weight[:VOCAB_SIZE]
         elif name.endswith(".weight") and name != "transformer.wpe.weight":
-            biases[name.removesuffix("weight") + "bias"] = torch.zeros(len(weight))  # where there is none
-            weight = weight.t()  # Hugging Face keeps linear layers as OpenAI did, (in, out)
+            biases[name.removesuffix("weight") + "bias"] = torch.zeros(len(weight))  # for a layer without one
+            weight = weight.t()  # Hugging Face stores linear weights as OpenAI did, (in, out)
         weights[name] = weight
     return sizes, biases | weights

@@ -1,7 +1,7 @@
-"""Tensors of a checkpoint in pieces: every rank writes those it has, as safetensors, by torch.distributed.checkpoint.
+"""A sharded model's checkpoint: every rank writes its shards as safetensors, through torch.distributed.checkpoint.
 
-Whoever reads them takes the parts that it needs, whatever it was that wrote them: other ranks in another number, or one
-rank that had all. Documentation: https://docs.pytorch.org/docs/stable/distributed.checkpoint.html
+Loading reshards: each rank reads the parts it needs, whatever number of ranks wrote the files.
+https://docs.pytorch.org/docs/stable/distributed.checkpoint.html
 """
 
 import math
@@ -17,12 +17,14 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 
 from common.cli import UserError, first_line
 from common.files import digest, flush_to_disk
+from model import to_host
+from parallel.fsdp import fill
 
-FILE_BYTES = 2**30  # a rank begins another file after so many: a file is copied, in memory, before it is written
+FILE_BYTES = 2**30  # a rank's files are about this large: each is copied in memory before it is written
 
 
 def is_sharded(model):
@@ -30,22 +32,24 @@ def is_sharded(model):
 
 
 def is_piece(name):
-    """Whether a file's name is that of a rank's pieces."""
+    """Whether a file name is that of a rank's shards."""
     return name.startswith("shard-") and name.endswith(".safetensors")
 
 
-def host_piece(tensor):
-    """A copy of a DTensor whose local piece is in host memory, page-locked if it comes from a GPU."""
+def host_copy(tensor):
+    """A copy in host memory, page-locked if it comes from a GPU; a DTensor stays one, with its local shard copied."""
+    if not isinstance(tensor, DTensor):
+        return to_host(tensor)
     copy = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda, memory_format=torch.contiguous_format)
     copy.to_local().copy_(tensor.to_local())
     return copy
 
 
 def write(folder, tensors, group):
-    """Write each rank's tensors to the folder; returns the SHA-256 of every file by its name. To be called on every
-    rank, which may be in a thread of its own if the group (gloo) is its own.
+    """Write each rank's tensors to the folder; returns {file name: SHA-256} of all ranks' files.
 
-    Raises OSError on all ranks when one of them could not write, or does not read back what it wrote.
+    A collective over `group` (gloo), which no other thread may use. Raises OSError on all ranks if one of them cannot
+    write, or does not read back what it wrote.
     """
     rank, error, hashes = dist.get_rank(group), None, {}
     try:
@@ -67,7 +71,7 @@ def write(folder, tensors, group):
 
 
 def split_into_files(tensors, group):
-    """The number of the file, from 1, that each of all ranks' tensors goes to: {name: number}."""
+    """{name: file number, from 1} for the tensors of all ranks."""
     distributed = [None] * dist.get_world_size(group)
     dist.all_gather_object(distributed, {name: local(tensor).nbytes for name, tensor in tensors.items()}, group=group)
     sizes = {name: size for rank in distributed for name, size in rank.items()}
@@ -75,13 +79,13 @@ def split_into_files(tensors, group):
 
 
 def first_failure(error):
-    """What one of the ranks says, in one line."""
+    """The first line of one rank's error."""
     rank, (cause, _) = next(iter(error.failures.items()))
     return f"rank {rank}: {first_line(cause)}"
 
 
 def check_written(path, written):
-    """Raises OSError when a file's tensors are not those that were written."""
+    """Raises OSError if a file does not read back as the tensors that were written."""
     on_disk = load_file(path)
     if on_disk.keys() != written.keys() or not all(torch.equal(on_disk[name], written[name]) for name in written):
         raise OSError(f"{path} does not read back as it was written")
@@ -89,13 +93,6 @@ def check_written(path, written):
 
 def local(tensor):
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def fill(tensor, whole):
-    """Copy a whole tensor, the same on all ranks, into one of which this rank may have a piece."""
-    if isinstance(tensor, DTensor):
-        whole = distribute_tensor(whole, tensor.device_mesh, tensor.placements, src_data_rank=None)
-    tensor.copy_(whole)
 
 
 def load(folder, targets, optional=()):

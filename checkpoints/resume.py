@@ -1,44 +1,65 @@
-"""Where training goes on: the checkpoint that --resume means, and everything but the weights put back in its place."""
+"""Where a run starts: the checkpoint that --resume means, and restoring everything but the weights from it."""
 
-import errno
-import fcntl
-import json
-import os
+from dataclasses import dataclass
 from pathlib import Path
 
-import torch
+from checkpoints import load, pieces
+from checkpoints.run_folder import facts_of, lock, run_of_this_launch
+from checkpoints.save import TRAINING, scaled_modules, set_random_state
+from common.cli import Note, UserError
+from model import GPTConfig
+from optim.optimizer import named_state
 
-from checkpoints import checkpoint, pieces
-from common.cli import UserError
-
-# Flags, and the number of ranks, which may differ between a run and its continuation without a word: they change no
-# data and no updates
-FREE = set(
-    "demo data_dir log_dir run_name device deterministic init_from resume parallel shard_ranks overlap_gradients "
-    "activation_checkpointing micro_batch_size compile flash pad_vocab fused_adamw fused_loss fused_gelu "
-    "packed_attention autotune val_every val_steps hellaswag_every hellaswag_data sample_every "
-    "checkpoint_every keep_checkpoints max_bad_steps wandb wandb_project wandb_group peak_tflops ladder rungs "
-    "ladder_steps profile world_size".split()
-)
-LOCK = "lock"  # in the run's folder; see lock()
+SHARED_STEP = "adamw_steps"  # one step count for all parameters, in checkpoints that older versions wrote
 
 
-def find(config, distributed):
-    """The checkpoint to go on from, or None for a new run. Where no run is named, sets run_name and log_dir to its.
+@dataclass
+class Start:
+    """Where a run starts."""
 
-    Raises UserError for a path without one, when all of a run's are damaged, and when another process writes the run.
+    resumed: Path | None  # the checkpoint that it continues from
+    training: dict | None  # its training.json
+    weights: str | Path | None  # a checkpoint, a Hugging Face folder, ...; None: random weights
+    sizes: GPTConfig | None  # of these weights
+
+    @property
+    def step(self):
+        """Updates so far."""
+        return self.training["step"] if self.training else 0
+
+    @property
+    def tokens(self):
+        """Tokens trained on so far."""
+        return self.training["tokens"] if self.training else 0
+
+
+def find_start(config, distributed):
+    """The Start that --resume and --init_from mean. If no run is named, sets config's run_name and log_dir to those of
+    the run that continues. A collective.
+
+    Raises UserError for a path without a checkpoint, if all checkpoints are damaged, or if another process writes the
+    run.
     """
-    config.run_name, goes_on = distributed.broadcast(distributed.on_main(lambda: run_before(config)))
-    if goes_on and (found := checkpoint.newest(Path(config.log_dir) / config.run_name, distributed)):
+    resumed = find_checkpoint(config, distributed)
+    weights = resumed or (None if config.init_from == "scratch" else config.init_from)
+    if weights and not resumed:
+        distributed.on_main(lambda: load.verify_weights(weights))  # a resumed checkpoint was verified when it was found
+    training = load.read_training(resumed) if resumed else None
+    return Start(resumed, training, weights, load.load_config(weights) if weights else None)
+
+
+def find_checkpoint(config, distributed):
+    config.run_name, continues = distributed.broadcast(distributed.on_main(lambda: existing_run(config)))
+    if continues and (found := load.newest(Path(config.log_dir) / config.run_name, distributed)):
         return found
     if config.resume in ("auto", "never"):
         return None
     path = Path(config.resume)
-    if (path / checkpoint.TRAINING).is_file():
-        distributed.on_main(lambda: checkpoint.verify(path))
+    if (path / TRAINING).is_file():
+        distributed.on_main(lambda: load.verify(path))
         found = path
     else:
-        found = checkpoint.newest(path, distributed)
+        found = load.newest(path, distributed)
         if found is None:
             raise UserError(
                 f"--resume {path}: there is no checkpoint; give auto, never, a checkpoint's folder, or that of a run"
@@ -48,13 +69,13 @@ def find(config, distributed):
     return found
 
 
-def run_before(config):
-    """The run's name, and whether it goes on from its own newest checkpoint, if it has one.
+def existing_run(config):
+    """(the run's name or None, whether it continues from its own newest checkpoint).
 
-    It does with --resume auto, after torchrun has restarted its processes, and when it began as a branch of another run
-    and the same command is given again. Raises UserError when another process is writing it.
+    A run continues with --resume auto, after torchrun restarted its processes, and when the command that began it as a
+    branch of another run is repeated. Raises UserError if another process writes it.
     """
-    restarted = restarted_run(config)
+    restarted = run_of_this_launch(config.log_dir)
     name = config.run_name or restarted
     if name is None:
         return None, False
@@ -67,93 +88,48 @@ def run_before(config):
             f"cannot write the run's folder {folder}: {error.strerror}; choose another --log_dir"
         ) from error
     branch = config.resume not in ("auto", "never") and folder.resolve() not in Path(config.resume).resolve().parents
-    again = branch and facts_of(folder).get("resume") == config.resume
-    return name, config.resume == "auto" or name == restarted or again
+    repeated = branch and facts_of(folder).get("resume") == config.resume
+    return name, config.resume == "auto" or name == restarted or repeated
 
 
-def lock(folder):
-    """A file that is locked while this process lives, or until it is closed: two would write over each other's run.
+def changed_flags(start, config, world_size, flags):
+    """Notes about those of `flags` that differ from the checkpoint that training continues from.
 
-    Raises UserError when another process has it.
+    With batch_warmup_steps the batch grows from micro_batch_size and the number of ranks, so these count as well.
     """
-    file = open(folder / LOCK, "a")
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        raise UserError(f"{folder} is being written by another process: choose another --run_name") from error
-    except OSError as error:
-        if error.errno not in (errno.ENOLCK, errno.EOPNOTSUPP):  # a file system without locks
-            raise
-    return file
+    if not start.resumed:
+        return []
+    if config.batch_warmup_steps:
+        flags = {*flags, "micro_batch_size", "world_size"}
+    before, now = start.training["run"], vars(config) | dict(world_size=world_size)
+    changed = [name for name in now if name in flags and name in before and before[name] != now[name]]
+    notes = [Note(name, now[name], f"the checkpoint was made with {before[name]}") for name in changed]
+    if start.step >= config.max_steps:
+        notes.append(Note("max_steps", config.max_steps, "the checkpoint has that many steps: a larger one continues"))
+    return notes
 
 
-def facts_of(folder):
-    """A run's config.json, or an empty dictionary where there is none that can be read."""
-    try:
-        facts = json.loads((folder / "config.json").read_text())
-        return facts if isinstance(facts, dict) else {}
-    except (OSError, ValueError):
-        return {}  # another program's, or half written
+def restore(start, model, optimizer, scaler, loader, distributed):
+    """Restore everything but the weights: optimizer state, loader position, loss scale, random states, fp8 scales.
 
-
-def launch():
-    """What torchrun's restarts of one launch have in common, or None without torchrun."""
-    if "TORCHELASTIC_RUN_ID" not in os.environ:
-        return None
-    try:
-        began = Path(f"/proc/{os.getppid()}/stat").read_text().rpartition(")")[2].split()[19]  # proc(5): starttime
-    except OSError:
-        began = ""  # not Linux
-    return f"{os.environ['TORCHELASTIC_RUN_ID']}-{os.getppid()}-{began}"
-
-
-def restarted_run(config):
-    """The name of the run that this launch of torchrun began before it restarted its processes, or None."""
-    own = launch()
-    if own is None:
-        return None
-    folders = [path.parent for path in Path(config.log_dir).glob("*/config.json")]
-    return next((folder.name for folder in folders if facts_of(folder).get("launch") == own), None)
-
-
-def differences(config, training, distributed):
-    """Lines that say which flags of the run changed, of those that change what it computes."""
-    before = training["run"]
-    free = FREE - {"micro_batch_size", "world_size"} if config.batch_warmup_steps else FREE  # the batch grows from them
-    return [
-        f"{name} is {value}, the checkpoint was made with {before[name]}"
-        for name, value in (vars(config) | dict(world_size=distributed.world_size)).items()
-        if name not in free and name in before and before[name] != value
-    ]
-
-
-def restore(folder, training, model, optimizer, scaler, loader, distributed):
-    """Put everything but the weights where training left it.
-
-    Raises UserError for data in another order, or state of another model.
+    Raises UserError for data in another order, or the state of another model or optimizer.
     """
-    loader.restore(training["loader"])
-    if training["scaler"] and scaler.is_enabled():
-        scaler.load_state_dict(training["scaler"])
-    moments = {}
-    for name, parameter in model.named_parameters():
-        for moment in checkpoint.MOMENTS:
-            optimizer.state[parameter][moment] = moments[f"{moment}.{name}"] = torch.zeros_like(parameter.detach())
-    steps = torch.zeros(())
-    state = pieces.load(
-        folder,
-        moments | dict(adamw_steps=steps),
-        optional=[f"random.{distributed.rank}", f"scales.{distributed.rank}", "scales.0"],
-    )
-    for parameter in model.parameters():
-        # where AdamW itself has it: on the device when it is fused
-        place = parameter.device if optimizer.defaults["fused"] else "cpu"
-        optimizer.state[parameter]["step"] = steps.to(place, copy=True)
-    scales = state.get(f"scales.{distributed.rank}", state.get("scales.0"))
-    scaled = checkpoint.scaled_modules(model)
-    for module, own in zip(
-        scaled, scales.split([len(module.scales) for module in scaled]) if scales is not None else ()
-    ):
-        module.scales[:, 0].copy_(own)
-    if f"random.{distributed.rank}" in state:
-        checkpoint.set_random_state(state[f"random.{distributed.rank}"], distributed.device)
+    loader.restore(start.training["loader"])
+    if start.training["scaler"] and scaler.is_enabled():
+        scaler.load_state_dict(start.training["scaler"])
+    state = named_state(model, optimizer)
+    rank = distributed.rank
+    optional = [SHARED_STEP, f"random.{rank}", f"scales.{rank}", "scales.0"]
+    if SHARED_STEP in pieces.saved_names(start.resumed):
+        steps = {name: state.pop(name) for name in list(state) if name.startswith("step.")}
+    else:
+        steps = {}
+    found = pieces.load(start.resumed, state, optional)
+    for step in steps.values():
+        step.copy_(found[SHARED_STEP])
+    if f"random.{rank}" in found:
+        set_random_state(found[f"random.{rank}"], distributed.device)
+    scales, modules = found.get(f"scales.{rank}", found.get("scales.0")), scaled_modules(model)
+    if scales is not None and modules:
+        for module, own in zip(modules, scales.split([len(module.scales) for module in modules])):
+            module.scales[:, 0].copy_(own)

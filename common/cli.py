@@ -8,6 +8,7 @@ import sys
 import time
 import types
 import typing
+from dataclasses import dataclass
 
 import torch
 
@@ -26,6 +27,19 @@ def hub_errors():
 def first_line(error):
     """The first line of an error's text, or its type."""
     return next((line.strip().rstrip(".") for line in str(error).splitlines() if line.strip()), type(error).__name__)
+
+
+@dataclass(frozen=True)
+class Note:
+    """A flag whose value was chosen or changed, and why: printed with the plan."""
+
+    flag: str
+    value: object
+    reason: str
+
+    def __str__(self):
+        value = {True: "on", False: "off"}[self.value] if isinstance(self.value, bool) else self.value
+        return f"{self.flag} is {value}: {self.reason}"
 
 
 class Console:
@@ -107,7 +121,9 @@ def check_arguments(flags, arguments, hints):
             if name.removeprefix("no_") in hints:
                 raise UserError(f"--{name}: {hints[name.removeprefix('no_')]}")
             near = difflib.get_close_matches(name, flags, n=1)
-            raise UserError(f"--{name}: there is no such flag{f', did you mean --{near[0]}?' if near else ''}; see --help")
+            raise UserError(
+                f"--{name}: there is no such flag{f', did you mean --{near[0]}?' if near else ''}; see --help"
+            )
         read_value(name, flags[name], value if equals else following)
 
 
@@ -133,6 +149,17 @@ def read_value(name, kind, text):
     except (ValueError, KeyError) as error:
         expected = {int: "a whole number", float: "a number"}.get(kind, "on or off")
         raise UserError(f"--{name} {text}: it must be {expected}") from error
+
+
+def arguments(values, defaults):
+    """The command line, as a list, that changes defaults into values, both {flag: value}."""
+    result = []
+    for name, default in defaults.items():
+        value = values[name]
+        if value == default or value is None:
+            continue
+        result += [f"--{name}" if value else f"--no_{name}"] if isinstance(default, bool) else [f"--{name}", str(value)]
+    return result
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -168,8 +195,8 @@ def run(main):
             time.sleep(5)  # rank 0 usually has the same error: torchrun ends this rank before it repeats the line
         print(f"error{f' (rank {rank})' if rank else ''}: {error}", file=sys.stderr, flush=True)
         if world_size > 1:
-            # gloo's thread may still hold a tensor, and releasing it while the interpreter shuts down ends with SIGABRT.
-            # Destroying the group instead could wait for ranks that never answer.
+            # gloo's thread may still hold a tensor; releasing it while the interpreter shuts down ends with SIGABRT.
+            # Destroying the group could wait for ranks that never answer.
             time.sleep(0.2)
         sys.exit(1)
     except KeyboardInterrupt:

@@ -9,7 +9,7 @@ import torch
 
 
 def choose_device_type(choice):
-    """The device type that "auto" means on this machine: "cuda", "mps" or "cpu". Other choices are returned as given."""
+    """The device type that "auto" means here: "cuda", "mps" or "cpu". Any other choice is returned as it is."""
     if choice != "auto":
         return choice
     return "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
@@ -22,7 +22,9 @@ def missing_compiler(device):
         return "a C compiler (gcc)"
     if device.type != "cuda" and not any(map(shutil.which, ("c++", "g++", "clang++"))):
         return "a C++ compiler (g++)"
-    scheme = sysconfig.get_default_scheme().replace("posix_local", "posix_prefix")  # Debian's headers, as Triton finds them
+    scheme = sysconfig.get_default_scheme().replace(
+        "posix_local", "posix_prefix"
+    )  # Debian's headers, as Triton finds them
     headers = Path(sysconfig.get_path("include", scheme), "Python.h")
     return None if headers.exists() else "Python's headers (python3-dev)"
 

@@ -1,9 +1,8 @@
-"""One measurement: a few steps of train_gpt2.py in a process of its own; and the folder where several of them lie.
+"""One measurement: a short run of train_gpt2.py in a child process, and the folder that holds several of them.
 
-A process of its own inherits no memory, compiled graphs or settings from the measurement before.
+A child process inherits no memory, compiled graphs or settings from the measurement before it.
 """
 
-import dataclasses
 import json
 import os
 import re
@@ -15,41 +14,36 @@ import sys
 import time
 from pathlib import Path
 
-from common.cli import OUT_OF_MEMORY_SIGNS, UserError
-from config import EVALUATIONS, SETTLING_STEPS, Config, check_bounds, flags
-from data.shards import open_shards
+from common.cli import UserError
 
+SETTLING_STEPS = 5  # steps that are not measured: compilation, the allocator's growth, the clock's settling
 OUT_OF_MEMORY = "out of memory"
-# What torchrun tells its processes, which is not meant for those that they start
+# Environment variables that torchrun sets for its own processes, not for those that they start
 TORCHRUN = re.compile(
     r"(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)$|ROLE_NAME$|MASTER_(ADDR|PORT)$|TORCHELASTIC_|TORCH_NCCL_ASYNC_ERROR"
 )
+SCRIPT = Path(__file__).parent.parent / "train_gpt2.py"
 
 
-def measure(config, folder, name, ranks, bar):
-    """Train SETTLING_STEPS + ladder_steps steps in a process of its own; returns a plain dictionary.
+def measure(arguments, folder, name, ranks, steps, bar):
+    """Run train_gpt2.py with these arguments, which train `steps` steps, in a child process; returns a dictionary.
 
-    status is "done", "skipped" (what was asked for is not to be had here: see reason) or "failed" (a bug: see reason).
-    Done comes with ms a step, tokens/sec and mfu (medians of the measured steps), spread (the distance between the
-    quartiles of a step's ms, over their median), peak_gb, loss (of the last step), and facts, the run's config.json.
+    folder, name: the run's folder is folder/name. ranks: number of processes. bar: a tqdm bar that counts steps.
+    status is "done", "skipped" (this machine cannot run it: see reason) or "failed" (a bug: see reason).
+    A done run has ms, tokens_per_sec and mfu (medians over the steps after SETTLING_STEPS), spread (interquartile range
+    of ms over its median), peak_gb, loss (of the last step), and facts (the run's config.json).
     """
-    steps = SETTLING_STEPS + config.ladder_steps
-    off = dict.fromkeys((*EVALUATIONS, "batch_warmup_steps"), 0)
-    own = dict(ladder=Config.ladder, rungs=Config.rungs, ladder_steps=Config.ladder_steps)
-    config = dataclasses.replace(config, **off, **own, max_steps=steps)
-    shown = flags(dataclasses.replace(config, log_dir="log", run_name=None))  # as a person would repeat it
-    config = dataclasses.replace(config, log_dir=str(folder), run_name=name, wandb_group=folder.name)
-    launcher, options = "python", []
+    launcher, options, module = "python", [], []
     if ranks > 1:
         launcher, options = "torchrun", ["--standalone", f"--nproc_per_node={ranks}"]
-    result = dict(name=name, status="done", command=shlex.join([launcher, *options, "train_gpt2.py", *shown]))
-    script = str(Path(__file__).with_name("train_gpt2.py"))
-    module = ["-m", "torch.distributed.run"] if ranks > 1 else []
-    command = [sys.executable, *module, *options, script, *flags(config)]
+        module = ["-m", "torch.distributed.run"]
+    result = dict(name=name, status="done", command=shlex.join([launcher, *options, SCRIPT.name, *arguments]))
+    own = ["--log_dir", str(folder), "--run_name", name, "--wandb_group", folder.name]
+    command = [sys.executable, *module, *options, str(SCRIPT), *arguments, *own]
 
     environment = {key: value for key, value in os.environ.items() if not TORCHRUN.match(key)}
     if "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("OMP_NUM_THREADS") == "1":
-        del environment["OMP_NUM_THREADS"]  # torchrun sets it for several processes, and will again for those of DDP
+        del environment["OMP_NUM_THREADS"]  # torchrun set it for its processes, and sets it again for those of DDP
     began = bar.n
     output = open(folder / f"{name}.txt", "w", buffering=1)
     process = subprocess.Popen(
@@ -62,10 +56,10 @@ def measure(config, folder, name, ranks, bar):
                 bar.update(1)
         code = process.wait()
     finally:
-        # also on Ctrl-C: no training is left behind on the GPU
+        # also on Ctrl-C: no training stays behind on the GPU
         process.terminate()
         try:
-            process.wait(60)  # the training finishes its micro-batch
+            process.wait(60)  # training finishes its micro-batch
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
@@ -86,36 +80,31 @@ def measure(config, folder, name, ranks, bar):
 
 
 def explain(output, code, where):
-    """Status and reason of a run that ended with a code other than 0."""
-    if code == -9 or re.search(OUT_OF_MEMORY_SIGNS, output):
+    """Status and reason of a run that ended with exit code `code`, not 0."""
+    if code == -signal.SIGKILL:  # Linux's answer when host memory runs out
         return dict(status="skipped", reason=OUT_OF_MEMORY)
-    errors = re.findall(r"^error(?: \(rank \d+\))?: (.*)", output, flags=re.MULTILINE)
-    if errors:
-        return dict(status="skipped", reason=errors[0])
     lines = output.strip().splitlines() or ["no output"]
-    return dict(status="failed", reason=f"exit code {code}, {lines[-1].strip()} (all of it: {where})")
+    error = next((line.partition(": ")[2] for line in lines if line.startswith(("error: ", "error (rank "))), None)
+    if error:
+        return dict(status="skipped", reason=OUT_OF_MEMORY if error.startswith(OUT_OF_MEMORY) else error)
+    return dict(status="failed", reason=f"exit code {code}, {lines[-1].strip()} (see {where})")
 
 
-def prepare(config, kind):
-    """The folder for the results, after a look at what would fail in every run."""
-    check_bounds(config)
-    if config.profile:
-        raise UserError("--profile is for a single run: tracing would slow what is measured here")
-    if not config.demo:
-        open_shards(config.data_dir, "train")
-    folder = Path(config.log_dir) / (config.run_name or f"{kind}-{time.strftime('%Y%m%d-%H%M%S')}")
+def prepare(log_dir, run_name, kind):
+    """Make the folder for the results. Raises UserError if it exists or cannot be made."""
+    folder = Path(log_dir) / (run_name or f"{kind}-{time.strftime('%Y%m%d-%H%M%S')}")
     if folder.exists():
-        raise UserError(f"{folder} is already there: choose another --run_name, or delete it")
+        raise UserError(f"{folder} exists: choose another --run_name, or delete it")
     try:
         folder.mkdir(parents=True)
     except OSError as error:
         raise UserError(f"cannot make {folder}: {error.strerror}; choose another --log_dir") from error
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # as on Ctrl-C, the process under measurement ends first
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # as on Ctrl-C: the run under measurement ends first
     return folder
 
 
-def save(folder, kind, config, results, markdown, draw):
-    """Write what there is so far: KIND.json, KIND.md, and with draw(path) KIND.png."""
+def save(folder, kind, steps, results, markdown, draw):
+    """Write the results so far to KIND.json, KIND.md and, with draw(path), KIND.png. steps: measured in each run."""
     (folder / f"{kind}.json").write_text(
         json.dumps(dict(command=shlex.join(sys.argv), results=results), indent=2) + "\n"
     )
@@ -124,7 +113,7 @@ def save(folder, kind, config, results, markdown, draw):
         versions = f"PyTorch {facts['torch']}" + (f", CUDA {facts['cuda']}" if facts["cuda"] else "")
         spread = max(result["spread"] for result in results if result["status"] == "done")
         about = (
-            f"{facts['hardware']}, {versions}. Medians of {config.ladder_steps} steps after {SETTLING_STEPS} to warm up"
+            f"{facts['hardware']}, {versions}. Medians of {steps} steps after {SETTLING_STEPS} to warm up"
             f"; the middle half of a run's steps spans {spread:.1%} of its median, or less."
         )
         markdown = f"{markdown}\n\n{about}"
@@ -133,7 +122,7 @@ def save(folder, kind, config, results, markdown, draw):
 
 
 def report_failures(results):
-    """Raises UserError when a run ended in an error that is not a person's."""
+    """Raises UserError if a run failed, by a bug and not for want of something."""
     failed = [result["name"] for result in results if result["status"] == "failed"]
     if failed:
         raise UserError(f"{len(failed)} of {len(results)} runs failed: {', '.join(failed)}; the reasons are above")

@@ -15,8 +15,8 @@ import sys
 from pathlib import Path
 
 import torch
-
 from checkpoints.checkpoint import checkpoints, number, unused_name
+
 from checkpoints.resume import LOCK, facts_of, launch, lock
 from common.cli import UserError
 from common.files import whole, write_json

@@ -41,6 +41,22 @@ def allocate_state(optimizer):
             value.zero_()
 
 
+def update_if_finite(optimizer, scaler, norm):
+    """Update the weights, unless the gradient norm is infinite or NaN: then nothing changes.
+
+    norm: a scalar on the device; a fused optimizer reads it there, so the host does not wait for it.
+    """
+    finite = torch.isfinite(norm)
+    if scaler.is_enabled():
+        scaler.step(optimizer)
+        scaler.update()
+    elif optimizer.defaults["fused"]:
+        optimizer.found_inf = (~finite).float()
+        optimizer.step()
+    elif finite:
+        optimizer.step()
+
+
 def named_state(model, optimizer):
     """The optimizer's tensors as {"KEY.PARAMETER": tensor}, such as "exp_avg.transformer.wte.weight"."""
     return {

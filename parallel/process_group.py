@@ -68,7 +68,7 @@ class Distributed:
         return wait
 
     def all_gather(self, tensor):
-        """Every rank's tensor, of the same shape and dtype on all ranks: a list of CPU tensors in the order of ranks."""
+        """Every rank's tensor, of one shape and dtype: a list of CPU tensors in the order of ranks."""
         if not dist.is_initialized():
             return [tensor]
         tensors = [torch.empty_like(tensor, device=self.device) for _ in range(self.world_size)]

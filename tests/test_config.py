@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from conftest import ROOT, expect_error
+from parallel.distributed import Distributed
 
 import config as config_module
 from common import device as device_module
@@ -12,7 +13,6 @@ from common.cli import UserError, parse
 from config import DEMO, Config, defaults, flags, resolve
 from kernels import cublaslt
 from model import GPTConfig
-from parallel.distributed import Distributed
 
 
 def resolved(world_size=1, device="cpu", **flags):

@@ -4,12 +4,12 @@ import math
 import pytest
 import torch
 from conftest import expect_error
+from parallel.distributed import Distributed
 
 from common.cli import UserError
 from data.tokenizer import VOCAB_SIZE, get_tokenizer
 from hellaswag import LastWord, MultipleChoice, load_items
 from model import GPT, GPTConfig
-from parallel.distributed import Distributed
 from sample import generate
 
 WORDS = "the man then woman sits down on a chair and starts to read his book while dog runs past it quickly".split()

@@ -15,11 +15,11 @@ import time
 import pytest
 import torch
 from conftest import FORKS, ROOT, TINY, expect_error, logged, metrics, run_script
+from parallel.distributed import Distributed
 
 from checkpoints import checkpoint, resume
 from common import cli
 from config import Config
-from parallel.distributed import Distributed
 
 EVERY_3 = ("--checkpoint_every", 3, "--val_every", 4)
 

@@ -1,0 +1,103 @@
+"""Writing a checkpoint: a Hugging Face folder (config.json, model.safetensors, the tokenizer) that also holds
+optimizer.safetensors (optimizer state, fp8 scales, random states) and training.json (everything else).
+
+A sharded model writes shard-*.safetensors in place of both .safetensors files; export.py merges the model's.
+A checkpoint appears atomically: it is written under another name, flushed to disk, read back, compared, and renamed.
+"""
+
+import json
+import shutil
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+
+from checkpoints import pieces
+from common.files import digest, flush_to_disk
+from data.tokenizer import save_tokenizer
+from model import stored, to_host
+from optim.optimizer import named_state
+
+WEIGHTS, STATE, TRAINING = "model.safetensors", "optimizer.safetensors", "training.json"
+
+
+def snapshot(model, optimizer, distributed):
+    """Host copies of a checkpoint's tensors. A collective: every rank calls it.
+
+    Rank 0 gets two dictionaries, weights and state, and the other ranks None. Of a sharded model every rank gets one
+    dictionary with its own shards.
+    """
+    if pieces.is_sharded(model):
+        return sharded_snapshot(model, optimizer, distributed)
+    random_states = distributed.all_gather(random_state(distributed.device))
+    state = {f"random.{rank}": each for rank, each in enumerate(random_states)}
+    if scaled := scaled_modules(model):
+        scales = torch.cat([module.scales[:, 0] for module in scaled])
+        state |= {f"scales.{rank}": each for rank, each in enumerate(distributed.all_gather(scales))}
+    if not distributed.is_main:
+        return None
+    for name, tensor in named_state(model, optimizer).items():
+        is_table = name.endswith("wte.weight") and tensor.dim() == 2
+        state[name] = tensor[: model.config.vocab_size] if is_table else tensor  # pad_vocab's rows are zeros
+    return model.to_hugging_face(), {name: to_host(tensor.detach()) for name, tensor in state.items()}
+
+
+def sharded_snapshot(model, optimizer, distributed):
+    tensors = {name: stored(name, parameter.detach()) for name, parameter in model.named_parameters()}
+    tensors |= named_state(model, optimizer)
+    copies = {name: pieces.host_copy(tensor) for name, tensor in tensors.items()}
+    return copies | {f"random.{distributed.rank}": random_state(distributed.device)}
+
+
+def random_state(device):
+    """The states of this process's random generators as bytes: (n,) uint8."""
+    states = [torch.get_rng_state()]
+    if device.type == "cuda":
+        states.append(torch.cuda.get_rng_state(device))
+    return torch.cat(states)
+
+
+def set_random_state(states, device):
+    size = len(torch.get_rng_state())
+    torch.set_rng_state(states[:size])
+    if device.type == "cuda" and len(states) > size:
+        torch.cuda.set_rng_state(states[size:], device)
+
+
+def scaled_modules(model):
+    """The fp8 modules, whose scales each rank has for itself."""
+    return [module for module in model.modules() if hasattr(module, "scales")]
+
+
+def write(folder, model, tensors, training, group=None):
+    """Write a snapshot and `training`, a JSON-able dictionary, to a new folder, which appears atomically.
+
+    For a sharded model every rank calls this, with a gloo group of all ranks; `training` is rank 0's. Raises OSError.
+    """
+    folder = Path(folder)
+    unfinished = folder.with_name(folder.name + ".unfinished")
+    hashes = {}
+    if group:
+        hashes = pieces.write(unfinished, tensors, group)
+        if dist.get_rank(group) > 0:
+            return
+        model.save_config(unfinished)
+    else:
+        if unfinished.exists():
+            shutil.rmtree(unfinished)
+        unfinished.mkdir(parents=True)
+        weights, state = tensors
+        model.save_pretrained(unfinished, weights)
+        save_file(state, unfinished / STATE)
+        (unfinished / STATE).chmod(0o644)  # safetensors makes it readable to its owner alone
+        for name, written in ((WEIGHTS, weights), (STATE, state)):
+            pieces.check_written(unfinished / name, written)
+    save_tokenizer(unfinished)
+    hashes |= {path.name: digest(path) for path in sorted(unfinished.iterdir()) if path.name not in hashes}
+    (unfinished / TRAINING).write_text(json.dumps(training | dict(sha256=hashes), indent=2) + "\n")
+    for path in [*unfinished.iterdir(), unfinished]:
+        flush_to_disk(path)
+    unfinished.rename(folder)
+    flush_to_disk(folder.parent)
+    return folder
