@@ -20,9 +20,10 @@ import torch
 
 from data.shards import write_shard
 from data.tokenizer import END_OF_TEXT
+from parallel.process_group import Distributed
 
 if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"  # kernels.py then runs on a CPU, in NumPy; to be set before it is imported
+    os.environ["TRITON_INTERPRET"] = "1"  # Triton's interpreter runs kernels on a CPU; read when Triton is imported
 
 # A shell without job control has what it runs in the background ignore Ctrl-C, as nohup has it ignore SIGHUP, and so
 # would the trainings here
@@ -40,6 +41,21 @@ TINY = (
     "--warmup_steps 2 --lr 1e-3 --device cpu --no_compile --autocast off --wandb disabled --val_every 0 "
     "--hellaswag_every 0 --sample_every 0 --checkpoint_every 0"
 ).split()
+
+
+ALONE = Distributed(0, 1, torch.device("cpu"))
+WORDS = "the man then woman sits down on a chair and starts to read his book while dog runs past it quickly".split()
+
+
+def make_items(count):
+    """HellaSwag items of random words, with two to four endings."""
+    generator = torch.Generator().manual_seed(4)
+
+    def text(longest):
+        n = int(torch.randint(1, longest, (), generator=generator))
+        return " ".join(WORDS[i] for i in torch.randint(len(WORDS), (n,), generator=generator))
+
+    return [dict(ctx=text(20), endings=[text(9) for _ in range(4 - i % 3)], label=i % 2) for i in range(count)]
 
 
 @pytest.fixture(autouse=True)

@@ -5,28 +5,34 @@ from dataclasses import replace
 import pytest
 import torch
 from conftest import ROOT, expect_error
-from parallel.distributed import Distributed
 
-import config as config_module
 from common import device as device_module
 from common.cli import UserError, parse
-from config import DEMO, Config, defaults, flags, resolve
-from kernels import cublaslt
+from common.peer_flags import HINTS
+from config import DEMO, GROUPS, Config, defaults, flags, resolve
 from model import GPTConfig
+from optimizations import RUNGS
+from parallel.memory import bytes_of_weights, choose_micro_batch_size, count_params
+from parallel.process_group import Distributed
 
 
 def resolved(world_size=1, device="cpu", **flags):
-    config, reasons = resolve(Config(**flags), Distributed(0, world_size, torch.device(device)), GPTConfig())
-    return config, " ".join(reasons)
+    """(the Config, its notes as text)"""
+    config, notes = resolve(Config(**flags), Distributed(0, world_size, torch.device(device)), None, GPTConfig())
+    return config, "\n".join(map(str, notes))
 
 
-def test_every_flag_is_explained_in_help():
+def test_help_explains_every_flag_in_sections():
     done = subprocess.run([sys.executable, ROOT / "train_gpt2.py", "--help"], capture_output=True, text=True)
     assert done.returncode == 0
     for name in vars(Config()):
-        assert f"--{name} " in done.stdout or f"--{name}," in done.stdout
+        assert f"--{name} " in done.stdout or f"--{name}," in done.stdout, name
     for flag in ("--no_tf32", "--no_compile", "--no_flash", "--no_pad_vocab", "--no_fused_adamw", "--no_shuffle"):
         assert flag in done.stdout
+    titles = [f"─ {group.TITLE} options ─" for group in GROUPS]
+    assert sorted(titles, key=done.stdout.index) == titles
+    rungs = done.stdout[done.stdout.index("--rungs") : done.stdout.index("--ladder_steps")]
+    assert [name for name in RUNGS if name not in rungs] == []
 
 
 def test_sizes_follow_the_model_and_give_way_to_their_own_flags():
@@ -36,45 +42,39 @@ def test_sizes_follow_the_model_and_give_way_to_their_own_flags():
     assert (config.n_layer, config.n_head, config.n_embd) == (2, 25, 1600)
 
 
-def test_the_micro_batch_fits_and_divides(monkeypatch):
-    gigabytes = 2**30
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100")
-    monkeypatch.setattr(device_module.shutil, "which", lambda name: name)
-    monkeypatch.setattr(device_module, "import_error", lambda module, package: None)
-    monkeypatch.setattr(config_module, "fit_attention", lambda config, device, reasons: None)
-    monkeypatch.setattr(config_module, "averaging_rate", lambda ranks: 3e11)
+def test_the_micro_batch_fits_and_divides():
+    def chosen(free, world_size=1, **flags):
+        gpus = Distributed(0, world_size, torch.device("cuda"))
+        config = replace(Config(n_layer=12, n_head=12, n_embd=768), **flags)
+        return choose_micro_batch_size(config, gpus, free * 2**30)
+
     sizes = []
     for free in (4, 14, 22, 78, 139):
-        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device, free=free: (free * gigabytes, 0))
-        config, why = resolved(device="cuda")
-        assert 524288 % (config.micro_batch_size * 1024) == 0 and f"{free} GB" in why
-        sizes.append(config.micro_batch_size)
+        size, reason = chosen(free)
+        assert 524288 % (size * 1024) == 0 and f"{free} GB" in reason
+        sizes.append(size)
     assert sizes == sorted(sizes) and sizes[0] < 8 and sizes[-2:] == [64, 64]
-    assert resolved(8, "cuda")[0].micro_batch_size == 64  # the README's run: no accumulation on eight GPUs
-    assert resolved(8, "cuda", total_batch_size=8 * 4 * 1024)[0].micro_batch_size == 4
-    assert resolved(1, "cuda", model="gpt2-xl")[0].micro_batch_size < 64
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (78 * gigabytes, 0))
+    assert chosen(139, 8)[0] == 64  # the README's run: no accumulation on eight GPUs
+    assert chosen(139, 8, total_batch_size=8 * 4 * 1024)[0] == 4
+    assert chosen(139, n_layer=48, n_head=25, n_embd=1600)[0] < 64
     large = dict(n_layer=32, n_head=32, n_embd=4096)
-    _, why = resolved(4, "cuda", **large)
-    assert "more than what fits" in why  # 6.7 billion weights, 16 bytes each
+    assert "may not fit" in chosen(78, 4, **large)[1]  # 6.7 billion weights, 16 bytes each
     sizes = [
-        resolved(4, "cuda", **large, parallel="zero3", activation_checkpointing=how)[0].micro_batch_size
-        for how in ("off", "selective", "full")
+        chosen(78, 4, **large, parallel="zero3", activation_checkpointing=mode)[0]
+        for mode in ("off", "selective", "full")
     ]
     assert sizes == sorted(sizes) and sizes[0] < sizes[-1]
-    ranks, config = Distributed(0, 4, torch.device("cuda")), Config(**large, parallel="zero2")
-    bf16, float32 = (device_module.bytes_of_weights(replace(config, autocast=a), ranks) for a in ("bf16", "off"))
-    assert float32 - bf16 > 2 * device_module.count_params(config)  # gathered in float32
+    distributed, config = Distributed(0, 4, torch.device("cuda")), Config(**large, parallel="zero2")
+    bf16, float32 = (bytes_of_weights(replace(config, autocast=a), distributed) for a in ("bf16", "off"))
+    assert float32 - bf16 > 2 * count_params(config)  # gathered in float32
 
 
 def test_a_gpu_without_bf16_gets_fp16(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla T4")
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (14 * 2**30, 0))
-    config, why = resolved(device="cuda")
-    assert config.autocast == "fp16" and not config.tf32
-    assert "Tesla T4 has no bf16" in why
+    config, notes = resolved(device="cuda", micro_batch_size=4)
+    assert config.autocast == "fp16" and not config.tf32 and not config.bf16_residual
+    assert "autocast is fp16: Tesla T4 has no bf16" in notes
 
 
 def test_without_a_compiler_it_runs_uncompiled(monkeypatch):
@@ -101,7 +101,7 @@ def test_without_a_compiler_it_runs_uncompiled(monkeypatch):
         ("--seed 9223372036854775808", 1, dict(seed=2**63)),
         ("--shard_ranks is for --parallel hsdp, this is zero3", 4, dict(parallel="zero3", shard_ranks=2)),
         ("--shard_ranks 3 does not divide the 4 ranks", 4, dict(parallel="hsdp", shard_ranks=3)),
-        ("goes with --parallel ddp, not zero3", 2, dict(parallel="zero3", autocast="fp16")),
+        ("needs --parallel ddp, not zero3", 2, dict(parallel="zero3", autocast="fp16")),
         ("--grad_clip -1", 1, dict(grad_clip=-1)),
         ("--beta2 1", 1, dict(beta2=1)),
         ("--seq_len -1", 1, dict(seq_len=-1)),
@@ -114,41 +114,18 @@ def test_flags_that_contradict_each_other(words, world_size, flags):
 
 
 def test_what_has_no_effect_is_noted():
-    assert "lr never gets to" in resolved(max_steps=715)[1] and "lr never" not in resolved(max_steps=716)[1]
-    _, why = resolved(micro_batch_size=8, total_batch_size=8192, batch_warmup_steps=10)
-    assert "batch_warmup_steps has nothing to do" in why
+    assert "lr never reaches" in resolved(max_steps=715)[1] and "lr never" not in resolved(max_steps=716)[1]
+    _, notes = resolved(micro_batch_size=8, total_batch_size=8192, batch_warmup_steps=10)
+    assert "batch_warmup_steps is 10: it has no effect" in notes
 
 
 def test_one_rank_has_nothing_to_share():
-    config, why = resolved(parallel="zero3", bf16_gradients=True)
+    config, notes = resolved(parallel="zero3", bf16_gradients=True)
     assert (config.parallel, config.bf16_gradients) == ("ddp", False)
-    assert "parallel is off: there is one rank" in why and "bf16_gradients is off" in why
-    assert "bf16_gradients is off: NCCL alone" in resolved(2, bf16_gradients=True, total_batch_size=8192)[1]
-    for ranks, note in ((2, "hsdp is zero3 here"), (1, "hsdp spreads nothing here")):
+    assert "parallel is ddp: there is one rank" in notes and "bf16_gradients is off" in notes
+    assert "bf16_gradients is off: it needs NCCL" in resolved(2, bf16_gradients=True, total_batch_size=8192)[1]
+    for ranks, note in ((2, "which is zero3"), (1, "which is ddp")):
         assert note in resolved(2, parallel="hsdp", shard_ranks=ranks, total_batch_size=8192)[1]
-
-
-@pytest.mark.parametrize(
-    "rate, flags, expected",
-    [
-        (3e11, {}, "off"),
-        (1e10, {}, "on"),
-        (3e11, dict(overlap_gradients="on"), "on"),
-        (1e10, dict(compile=False), "auto"),
-        (1e10, dict(overlap_gradients="on", parallel="zero3"), "off"),
-    ],
-)
-def test_gradients_are_averaged_beside_backward_where_links_are_slow(monkeypatch, rate, flags, expected):
-    monkeypatch.setattr(config_module, "averaging_rate", lambda ranks: rate)
-    config, reasons = Config(**flags), []
-    config_module.fit_ranks(config, Distributed(0, 4, torch.device("cuda")), reasons)
-    assert config.overlap_gradients == expected and bool(reasons) == (not flags or "parallel" in flags)
-    assert resolved(4, total_batch_size=8192)[0].overlap_gradients == "on"  # without a GPU nothing is measured
-
-
-def test_every_rank_takes_the_smallest_micro_batch(monkeypatch):
-    monkeypatch.setattr(Distributed, "min", lambda self, value: value / 2)  # another rank has less room
-    assert resolved(world_size=2, device="mps", seq_len=128)[0].micro_batch_size == 4
 
 
 def test_the_demo_is_small():
@@ -180,62 +157,26 @@ def test_flags_parse_into_the_config_they_came_from(config, monkeypatch):
     assert parse(Config, default=defaults(sys.argv)) == config
 
 
+def test_a_sharded_model_has_a_bf16_residual_stream(monkeypatch):
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: dict(avx512_bf16=True))
+    config, notes = resolved(autocast="bf16")
+    assert config.autocast == "bf16" and not config.bf16_residual and "bf16_residual is off: it is for GPUs" in notes
+    config, notes = resolved(2, autocast="bf16", parallel="zero3", bf16_residual=False)
+    assert config.bf16_residual and "bf16_residual is on: zero3 gathers the embeddings in bf16" in notes
+
+
 @pytest.mark.parametrize(
-    "generation, flags, off",
+    "arguments, words",
     [
-        ((9, 0), dict(), {}),
-        (
-            (9, 0),
-            dict(autocast="off"),
-            dict(
-                fused_gelu="goes with --autocast",
-                packed_qkv="--flash and --autocast",
-                fp8="--autocast bf16",
-                autotune="goes with --autocast",
-            ),
-        ),
-        ((9, 0), dict(flash=False), dict(packed_qkv="goes with --flash and --autocast")),
-        ((8, 0), dict(), dict(fp8="A GPU is older than Hopper")),
-        (
-            (7, 5),
-            dict(),
-            dict(
-                fused_gelu="on Ampere or newer",
-                packed_qkv="older than Ampere",
-                fp8="older than Hopper",
-                autotune="on Ampere or newer",
-            ),
-        ),
+        (("--batch_size", "8"), ("--batch_size", "--micro_batch_size")),
+        (("--packed_attention",), ("--packed_attention", "it is called --packed_qkv")),
+        (("--no-fused-loss",), ("it is called --fused_cross_entropy",)),
+        (("--learning_rate=1",), ("use --lr",)),
     ],
 )
-def test_kernels_are_for_gpus_that_have_them(monkeypatch, generation, flags, off):
-    kernels = ("fused_loss", "fused_gelu", "packed_attention", "fp8", "autotune")
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: generation)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "A GPU")
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (100 * 2**30, 0))
-    monkeypatch.setattr(device_module, "missing_compiler", lambda device: None)
-    monkeypatch.setattr(cublaslt, "library", lambda: "cuBLASLt")
-    monkeypatch.setattr(device_module, "import_error", lambda module, package: None)
-    monkeypatch.setattr(config_module, "fit_attention", lambda config, device, reasons: None)
-    config, why = resolved(device="cuda", fp8=True, **flags)
-    assert [name for name in kernels if not getattr(config, name)] == list(off)
-    assert all(f"{name} is off: " in why and reason in why for name, reason in off.items())
-    if config.fp8:
-        with pytest.raises(UserError, match="--fp8 needs multiples of 16"):
-            resolved(device="cuda", fp8=True, seq_len=8, micro_batch_size=1, total_batch_size=8, **flags)
-    monkeypatch.setattr(device_module, "import_error", lambda module, package: f"no {module} (pip install {package})")
-    monkeypatch.setattr(cublaslt, "library", lambda: None)
-    config, why = resolved(device="cuda", fp8=True, **flags)
-    assert not any(getattr(config, name) for name in kernels)
-    assert "pip install triton" in why and (generation < (8, 0) or flags or "install nvidia-cudnn-frontend" in why)
-    monkeypatch.setattr(device_module, "missing_compiler", lambda device: "a C compiler (gcc)")
-    config, why = resolved(device="cuda", fp8=True, **flags)
-    assert "fused_loss is off: Triton needs a C compiler (gcc)" in why
+def test_names_of_peers_and_old_names_say_the_new_one(command, arguments, words):
+    expect_error(command("train_gpt2.py", *arguments), *words)
 
 
-def test_bf16_residual_is_for_gpus(monkeypatch):
-    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: dict(avx512_bf16=True))
-    config, reasons = resolved(autocast="bf16")
-    assert config.autocast == "bf16" and not config.bf16_residual and "bf16_residual is off: it is for GPUs" in reasons
-    config, reasons = resolved(2, autocast="bf16", parallel="zero3", bf16_residual=False)
-    assert config.bf16_residual and "bf16_residual is on: zero3 gathers the embeddings in bf16" in reasons
+def test_no_hint_is_about_a_flag_that_exists():
+    assert not set(HINTS) & set(vars(Config()))

@@ -10,16 +10,16 @@ import shutil
 import signal
 import subprocess
 import sys
+import tarfile
 import time
 
 import pytest
 import torch
 from conftest import FORKS, ROOT, TINY, expect_error, logged, metrics, run_script
-from parallel.distributed import Distributed
 
-from checkpoints import checkpoint, resume
+from checkpoints import load, resume, run_folder
 from common import cli
-from config import Config
+from config import Config, flags_that_matter
 
 EVERY_3 = ("--checkpoint_every", 3, "--val_every", 4)
 
@@ -133,7 +133,7 @@ def test_a_signal_saves_and_ends_well(tmp_path, corpus, train, number):
     assert process.returncode == 0, err
     run = tmp_path / "log" / "stopped"
     newest = max(run.glob("checkpoint_??????"))
-    assert f"{number.name}: stopped" in out and "--run_name stopped goes on" in out and newest.name in out
+    assert f"{number.name}: stopped" in out and "--run_name stopped continues from" in out and newest.name in out
     step = int(newest.name[-6:])
     assert len(logged(run)) == step and json.loads((newest / "training.json").read_text())["step"] == step
 
@@ -142,7 +142,7 @@ def test_an_output_that_goes_away_is_not_missed():
     """A full disk under it, a pipe that nobody reads any more, an encoding without the character."""
     read, write = os.pipe()
     os.close(read)
-    script = "import cli, sys; cli.run(lambda: [print('step 0 \\u0101') for _ in range(3)] and sys.stderr.write('end'))"
+    script = "import sys; from common import cli; cli.run(lambda: [print('step 0 \\u0101') for _ in range(3)] and sys.stderr.write('end'))"
     for output in (os.open("/dev/full", os.O_WRONLY), write, os.open("/dev/null", os.O_WRONLY)):
         environment = os.environ | dict(PYTHONIOENCODING="ascii")
         done = subprocess.run(
@@ -161,7 +161,7 @@ def test_a_wandb_that_dies_is_not_missed(tmp_path, corpus, monkeypatch):
     assert any("wandb run failed" in line for line in process.stdout)
     process.send_signal(signal.SIGTERM)
     output, errors = process.communicate(timeout=60)
-    assert process.returncode == 0 and "goes on from" in output
+    assert process.returncode == 0 and "continues from" in output
     assert "wandb run failed" not in output and "Traceback" not in errors
 
 
@@ -185,9 +185,9 @@ def test_ctrl_c_that_also_ends_who_reads_the_output(tmp_path, corpus):
 def test_a_second_ctrl_c_ends_at_once(pause, code):
     """But not one that torchrun passes on, right after the terminal's."""
     script = (
-        "import os, signal, time; from interrupt import Interrupt; interrupt = Interrupt()\n"
+        "import os, signal, time; from common.signals import StopSignal; stop = StopSignal()\n"
         f"os.kill(os.getpid(), signal.SIGINT); time.sleep({pause}); os.kill(os.getpid(), signal.SIGINT)\n"
-        "os._exit(7 if interrupt.name == 'SIGINT' else 1)"
+        "os._exit(7 if stop.name == 'SIGINT' else 1)"
     )
     assert subprocess.run([sys.executable, "-c", script], cwd=ROOT, timeout=60).returncode == code
 
@@ -214,13 +214,13 @@ def test_a_full_disk_leaves_the_checkpoint_before(tmp_path, corpus, train):
 
     done = train_limited("full")
     expect_error(done, "step 7 is not saved", "newest checkpoint is log/full/checkpoint_000003", "goes on")
-    assert done.stdout.count("the checkpoint was not written") == 2 and "checkpoint_000003 is the last" in done.stdout
+    assert done.stdout.count("the checkpoint was not written") == 2
     assert [path.name for path in run.glob("checkpoint_*")] == ["checkpoint_000003"]
     assert logged(run) == logged(whole)
 
     done = train_limited("new")
     expect_error(done, "step 7 is not saved", "there is no checkpoint", "begins again")
-    assert done.stdout.count("there is none yet") == 3
+    assert done.stdout.count("the checkpoint was not written") == 3
     again = train("new", *EVERY_3, "--max_steps", 7, drop="--checkpoint_every --val_every --max_steps")
     same(again, whole, 7)
 
@@ -284,29 +284,49 @@ def test_what_cannot_be_resumed(train, arguments, words):
     expect_error(train("run", *EVERY_3, "--max_steps", 5, *arguments, drop=drop, fails=True), *words)
 
 
-def test_out_of_memory_says_what_to_lower(monkeypatch, capsys):
-    monkeypatch.setattr(cli, "out_of_memory_hint", "use --micro_batch_size 8")
-
+def test_out_of_memory_says_what_to_lower(capsys):
     def main():
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has ...")
+        with cli.out_of_memory("use --micro_batch_size 8"):
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has ...\nmore")
 
     with pytest.raises(SystemExit) as stop:
         cli.run(main)
     assert stop.value.code == 1
-    assert capsys.readouterr().err == "error: out of memory (tried to allocate 20.00 GiB): use --micro_batch_size 8\n"
-    with pytest.raises(torch.OutOfMemoryError), checkpoint.explained("a checkpoint, which is not to blame"):
-        main()
+    error = capsys.readouterr().err
+    assert error.startswith("error: out of memory (CUDA out of memory. Tried to allocate 20.00 GiB.")
+    assert error.endswith("): use --micro_batch_size 8\n")
+    with pytest.raises(torch.OutOfMemoryError), load.explained("a checkpoint, which is not to blame"):
+        raise torch.OutOfMemoryError()
+    with pytest.raises(RuntimeError, match="a bug"), cli.out_of_memory("a smaller model"):
+        raise RuntimeError("a bug")
 
 
 def test_a_model_that_does_not_fit_says_so(train):
     expect_error(train("wide", "--n_embd", 16777216, drop="--n_embd", fails=True), "out of memory", "use --parallel")
 
 
-def test_what_a_growing_batch_depends_on_is_said():
-    for grows, said in ((0, []), (3, ["world_size is 2, the checkpoint was made with 1"])):
-        config = Config(batch_warmup_steps=grows)
-        made_by = vars(config) | dict(world_size=1)
-        assert resume.differences(config, dict(run=made_by), Distributed(0, 2, torch.device("cpu"))) == said
+def test_what_changed_since_the_checkpoint_is_said(tmp_path):
+    config = Config(lr=1e-3, val_every=7, compile=False)
+    made_by = vars(Config()) | dict(world_size=1)
+    start = resume.Start(tmp_path, dict(step=0, run=made_by), None, None)
+    notes = resume.changed_flags(start, config, 2, flags_that_matter())
+    assert [str(note) for note in notes] == ["lr is 0.001: the checkpoint was made with 0.0006"]
+    growing = dataclasses.replace(config, lr=6e-4, batch_warmup_steps=3)  # then the batch depends on the ranks
+    made_by["batch_warmup_steps"] = 3
+    notes = resume.changed_flags(start, growing, 2, flags_that_matter())
+    assert [str(note) for note in notes] == ["world_size is 2: the checkpoint was made with 1"]
+
+
+def test_a_run_of_an_older_version_continues(train, tmp_path):
+    """Its checkpoint has one step count for all of AdamW's parameters."""
+    with tarfile.open(ROOT / "tests" / "checkpoints" / "old_run.tar.xz") as file:
+        file.extractall(tmp_path, filter="data")
+    old = tmp_path / "old_run"
+    model = "--n_layer 1 --n_head 1 --n_embd 2 --seq_len 8 --total_batch_size 64 --max_steps 6 --lr 1e-2 --val_every 3"
+    drop = "--n_layer --n_head --n_embd --seq_len --total_batch_size --max_steps --lr --val_every"
+    run = train("new", *model.split(), "--val_steps", 1, "--resume", old / "checkpoint_000003", drop=drop)
+    assert logged(run) == pytest.approx(logged(old)[3:], abs=1e-5)
+    assert logged(run, "val") == pytest.approx(logged(old, "val")[1:], abs=1e-4)
 
 
 def test_going_back_sets_the_newer_checkpoints_aside(train):
@@ -343,9 +363,9 @@ def test_torchruns_restart_finds_the_run_that_it_began(tmp_path, monkeypatch):
     """Not another of its name or number, and not one of an earlier launch."""
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
     config = Config(log_dir=str(tmp_path))
-    for name, launch, found in (("old", "none-1-1", (None, False)), ("mine", resume.launch(), ("mine", True))):
+    for name, launch, found in (("old", "none-1-1", (None, False)), ("mine", run_folder.launch_id(), ("mine", True))):
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text(json.dumps(dict(launch=launch)))
-        assert resume.run_before(config) == found
+        assert resume.existing_run(config) == found
     named = dataclasses.replace(config, run_name="old", resume="never")
-    assert resume.run_before(named) == ("old", False)
+    assert resume.existing_run(named) == ("old", False)

@@ -4,23 +4,25 @@ import json
 
 import pytest
 import torch
-from conftest import ROOT, TINY, expect_error, free_port, logged, metrics
-from test_hellaswag import ALONE, make_items
+from conftest import ALONE, ROOT, TINY, expect_error, free_port, logged, make_items, metrics
 from torch._dynamo.testing import CompileCounter
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from checkpoints import checkpoint, pieces
+from checkpoints import load, pieces, save
 from common.cli import UserError
 from config import Config
 from model import GPT, GPTConfig
 from optim.optimizer import make_optimizer
-from parallel import distributed
+from optimizations import saved_operators
+from parallel import fsdp
+from parallel.activation_checkpointing import checkpoint_activations
 
 # Trains once for each list of arguments, in the same processes
 SEVERAL = """
 import json, os, sys
-import sharded, train_gpt2
+import train_gpt2
+from checkpoints import pieces
 pieces.FILE_BYTES = 100_000  # several files a rank
 for port, arguments in json.load(open(sys.argv[1])):
     os.environ["MASTER_PORT"] = str(port)
@@ -46,7 +48,7 @@ def train_several(command, corpus, tmp_path, monkeypatch):
 
 
 def weights(folder):
-    return dict(checkpoint.load_model(folder).named_parameters())
+    return dict(load.load_model(folder).named_parameters())
 
 
 def assert_same(run, whole, steps=4):
@@ -133,9 +135,9 @@ def placed(n_layer, **flags):
     config = Config(autocast="off", **flags)
     with torch.device("meta"):
         model = GPT(GPTConfig(seq_len=32, n_layer=n_layer, n_head=2, n_embd=32))
-    distributed.checkpoint_activations(model, config.activation_checkpointing)
-    distributed.place(model, config, ALONE)
-    model.init_weights(pieces.fill)
+    checkpoint_activations(model, config.activation_checkpointing, saved_operators())
+    fsdp.place(model, config, ALONE)
+    model.init_weights(fsdp.fill)
     return model
 
 
@@ -166,9 +168,9 @@ def test_evaluations_that_find_no_room_for_all_weights(group, monkeypatch):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     model = placed(1, parallel="zero3")
-    monkeypatch.setattr(distributed.FSDPModule, "unshard", unshard)
+    monkeypatch.setattr(fsdp.FSDPModule, "unshard", unshard)
     with pytest.raises(UserError, match="all weights on every GPU.* --val_every 0"):
-        with distributed.gathered(model, Config(parallel="zero3")):
+        with fsdp.gathered(model, Config(parallel="zero3")):
             pass
 
 
@@ -180,9 +182,9 @@ def test_training_goes_on_while_a_snapshot_is_written(group, layout):
     for _ in range(2):
         model(*torch.randint(50257, (2, 2, 32))).backward()
         optimizer.step()
-        tensors = checkpoint.snapshot(model, optimizer, ALONE)
-        pieces = tensors if layout == "zero3" else tensors[0] | tensors[1]
-        snapshots.append({name: pieces.local(piece) for name, piece in pieces.items()})
+        tensors = save.snapshot(model, optimizer, ALONE)
+        shards = tensors if layout == "zero3" else tensors[0] | tensors[1]
+        snapshots.append({name: pieces.local(shard) for name, shard in shards.items()})
         if len(snapshots) == 1:
             before = {name: piece.clone() for name, piece in snapshots[0].items()}
     for name, piece in before.items():
@@ -207,7 +209,7 @@ def test_what_activation_checkpointing_computes_again(flash):
     for how in ("off", "full", "selective"):
         torch.manual_seed(0)
         model = GPT(GPTConfig(seq_len=32, n_layer=2, n_head=2, n_embd=32, flash=flash))
-        distributed.checkpoint_activations(model, how)
+        checkpoint_activations(model, how, saved_operators())
         loss = model(*torch.randint(50257, (2, 2, 32)))
         with Count() as counter:
             loss.backward()
@@ -233,7 +235,7 @@ def test_selective_keeps_the_fused_mlp_but_not_what_gelu_gave():
     for how in ("off", "full", "selective"):
         torch.manual_seed(0)
         model = GPT(GPTConfig(seq_len=32, vocab_size=301, n_layer=2, n_head=2, n_embd=32, fused_gelu=True))
-        distributed.checkpoint_activations(model, how)
+        checkpoint_activations(model, how, saved_operators())
         loss = model(x, y)
         with Count() as counter:
             loss.backward()

@@ -7,7 +7,7 @@ import torch
 from conftest import expect_error
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from checkpoints import checkpoint, formats
+from checkpoints import formats, load
 from common.cli import UserError
 from data.tokenizer import VOCAB_SIZE
 from model import GPT, GPTConfig
@@ -43,9 +43,9 @@ def test_nanogpts(tmp_path, bias, rows, prefix):
     state[prefix + "transformer.h.0.attn.bias"] = torch.ones(1, 1, 16, 16).tril()
     args = dict(SIZES, block_size=16, bias=bias, vocab_size=rows, dropout=0.0)
     torch.save(dict(model=state, optimizer={}, model_args=args, iter_num=3, config={}), tmp_path / "ckpt.pt")
-    assert checkpoint.load_config(tmp_path / "ckpt.pt") == GPTConfig(seq_len=16, **SIZES)
+    assert load.load_config(tmp_path / "ckpt.pt") == GPTConfig(seq_len=16, **SIZES)
     x = torch.randint(VOCAB_SIZE, (2, 16))
-    torch.testing.assert_close(checkpoint.load_model(tmp_path / "ckpt.pt")(x), model(x))
+    torch.testing.assert_close(load.load_model(tmp_path / "ckpt.pt")(x), model(x))
     assert not any(weight.requires_grad for weight in formats.load(tmp_path / "ckpt.pt")[1].values())
 
 
@@ -57,7 +57,7 @@ def test_build_nanogpts(tmp_path, monkeypatch, command):
     torch.save(saved, tmp_path / "model_00005.pt")
     monkeypatch.undo()
     x = torch.randint(VOCAB_SIZE, (2, 16))
-    torch.testing.assert_close(checkpoint.load_model(tmp_path / "model_00005.pt")(x), model(x))
+    torch.testing.assert_close(load.load_model(tmp_path / "model_00005.pt")(x), model(x))
     done = command("export.py", "model_00005.pt", "out")
     assert done.returncode == 0, done.stderr
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
@@ -78,8 +78,8 @@ def test_nothing_in_them_is_executed(tmp_path, monkeypatch, saved):
     monkeypatch.chdir(tmp_path)
     torch.save(saved, "bad.pt")
     with pytest.raises(UserError, match="cannot load bad.pt"):
-        checkpoint.load_model("bad.pt")
+        load.load_model("bad.pt")
     (tmp_path / "torn.pt").write_bytes((tmp_path / "bad.pt").read_bytes()[:200])
     with pytest.raises(UserError, match="cannot load torn.pt"):
-        checkpoint.load_model("torn.pt")
+        load.load_model("torn.pt")
     assert not (tmp_path / "executed").exists()

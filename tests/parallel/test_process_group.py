@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 from common.cli import UserError
 from config import Config
-from parallel import distributed
+from parallel import ddp, process_group
 
 
 def start(monkeypatch, device, gpus=0, mps=False, **environment):
@@ -16,24 +16,24 @@ def start(monkeypatch, device, gpus=0, mps=False, **environment):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: mps)
-    return distributed.start(device)
+    return process_group.start(device)
 
 
 def test_auto_takes_the_cpu_where_there_is_nothing_else(monkeypatch):
-    ranks = start(monkeypatch, "auto")
-    assert (ranks.rank, ranks.world_size, ranks.device) == (0, 1, torch.device("cpu"))
-    assert ranks.sum(1, torch.tensor(2.5)) == [1.0, 2.5] and ranks.min(3) == 3.0
+    alone = start(monkeypatch, "auto")
+    assert (alone.rank, alone.world_size, alone.device) == (0, 1, torch.device("cpu"))
+    assert alone.all_reduce(1, torch.tensor(2.5)) == [1.0, 2.5] and alone.minimum(3) == 3.0
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_a_sum_is_begun_without_waiting_for_the_gpu_and_read_before_what_comes_after():
+def test_an_all_reduce_waits_neither_for_the_gpu_nor_for_later_work():
     device = torch.device("cuda", 0)
-    distributed.Distributed(0, 1, device).sum(torch.zeros((), device=device), 1)  # takes the memory
+    process_group.Distributed(0, 1, device).all_reduce(torch.zeros((), device=device), 1)  # takes the memory
     torch.cuda.synchronize()
     x = torch.ones((), device=device)
     torch.cuda.set_sync_debug_mode("error")
     try:
-        read = distributed.Distributed(0, 1, device).begin_sum(x, True)
+        read = process_group.Distributed(0, 1, device).begin_all_reduce(x, True)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     torch.cuda._sleep(10**9)  # cycles: half a second
@@ -55,35 +55,22 @@ def test_devices_that_are_not_there(monkeypatch, words, device, machine):
     assert words in str(error.value) and "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("overlap, cut", [("on", True), ("off", False)])
-def test_the_compilers_graph_is_cut_for_gradients_that_travel_meanwhile(monkeypatch, overlap, cut):
-    monkeypatch.setattr(distributed, "DistributedDataParallel", lambda model, **_: model)
-    ranks = distributed.Distributed(0, 2, torch.device("cpu"))
-    with torch._dynamo.config.patch(optimize_ddp=not cut):
-        distributed.wrap_ddp(torch.nn.Linear(2, 2), Config(overlap_gradients=overlap), ranks)
-        assert torch._dynamo.config.optimize_ddp == cut
-
-
-def test_the_rate_of_averaging(group):
-    assert 1e6 < distributed.averaging_rate(distributed.Distributed(0, 1, torch.device("cpu"))) < 1e15
-
-
 def test_gradients_of_ddp_are_kept_in_its_buckets_alone(group):
     model = torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.Linear(5, 2))
-    ddp = distributed.wrap_ddp(model, Config(compile=False), distributed.Distributed(0, 2, torch.device("cpu")))
+    wrapped = ddp.wrap_ddp(model, Config(compile=False), process_group.Distributed(0, 2, torch.device("cpu")))
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     places = []
     for _ in range(3):
         for last in (False, True):
-            with distributed.micro_batch(model, ddp, Config(), last):
-                ddp(torch.ones(4, 3)).sum().backward()
+            with ddp.micro_batch(model, wrapped, Config(), last):
+                wrapped(torch.ones(4, 3)).sum().backward()
             places.append({p.grad.untyped_storage().data_ptr() for p in model.parameters()})
         assert all((p.grad != 0).all() for p in model.parameters())
         optimizer.step()
-        distributed.zero_gradients(optimizer, ddp)
+        ddp.zero_gradients(optimizer, wrapped)
         assert all((p.grad == 0).all() for p in model.parameters())
     assert places[2:] == places[3:4] * 4 and len(places[3]) < len(places[0])  # from the second step on
-    distributed.zero_gradients(optimizer, model)
+    ddp.zero_gradients(optimizer, model)
     assert all(p.grad is None for p in model.parameters())
 
 
@@ -94,9 +81,9 @@ def test_ranks_meet_under_a_name_of_this_start():
     names = []
     for _ in range(3):
         with ThreadPoolExecutor() as pool:
-            others = [pool.submit(distributed.meet, client, rank, 3) for rank, client in enumerate(clients, 1)]
+            others = [pool.submit(process_group.meet, client, rank, 3) for rank, client in enumerate(clients, 1)]
             time.sleep(0.2)  # they call the rank 0 before
-            found = {distributed.meet(store, 0, 3), *(other.result(20) for other in others)}
+            found = {process_group.meet(store, 0, 3), *(other.result(20) for other in others)}
         assert len(found) == 1
         names += found
     assert len(set(names)) == 3

@@ -1,0 +1,189 @@
+import json
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from conftest import ALONE
+from transformers import AutoTokenizer
+
+from checkpoints import load, resume, save
+from checkpoints.checkpointer import Checkpointer
+from checkpoints.run_folder import checkpoints_of
+from common.cli import UserError
+from config import Config
+from data.tokenizer import END_OF_TEXT, VOCAB_SIZE, get_tokenizer
+from model import GPT, GPTConfig
+from optim.optimizer import allocate_state, make_optimizer, named_state
+
+
+def tiny(n_embd=16):
+    torch.manual_seed(3)
+    return GPT(GPTConfig(seq_len=64, vocab_size=VOCAB_SIZE, n_layer=2, n_head=2, n_embd=n_embd))
+
+
+def write(folder, model, **training):
+    """A checkpoint without the optimizer's state."""
+    return save.write(folder, model, (model.to_hugging_face(), dict(nothing=torch.zeros(1))), training)
+
+
+def test_what_is_saved_comes_back(tmp_path):
+    model = tiny()
+    folder = write(tmp_path / "checkpoint_000007", model, step=7)
+    assert json.loads((folder / "training.json").read_text())["step"] == 7
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    assert tokenizer.encode("Hello world") == get_tokenizer().encode_ordinary("Hello world")
+    assert (tokenizer.eos_token_id, len(tokenizer)) == (END_OF_TEXT, VOCAB_SIZE)
+    assert all(path.stat().st_mode & 0o044 for path in folder.iterdir())  # others may read it
+    x = torch.randint(VOCAB_SIZE, (2, 16))
+    random = torch.get_rng_state()
+    assert torch.equal(load.load_model(folder)(x), model(x))
+    assert torch.equal(torch.get_rng_state(), random)  # no weights are drawn that others replace
+    torch.testing.assert_close(load.load_model(folder, flash=False, pad_vocab=False)(x), model(x))
+
+
+def test_a_checkpoint_appears_whole_or_not_at_all(tmp_path, monkeypatch):
+    def fail(folder, weights):
+        (folder / "config.json").write_text("{}")
+        raise OSError("no space left on device")
+
+    model = tiny()
+    with monkeypatch.context() as patch:
+        patch.setattr(model, "save_pretrained", fail)
+        with pytest.raises(OSError):
+            write(tmp_path / "checkpoint_000001", model)
+    assert not (tmp_path / "checkpoint_000001").exists()
+    write(tmp_path / "checkpoint_000001", model)  # what the failure left is no obstacle
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint_000001"]
+
+
+def damage(folder, how):
+    weights = folder / "model.safetensors"
+    if how == "truncated":
+        weights.write_bytes(weights.read_bytes()[:-100])
+    elif how == "missing weights":
+        weights.unlink()
+    elif how == "other sizes":
+        tiny(n_embd=8).save_pretrained(folder)
+        (folder / "config.json").write_text((folder / "config.json").read_text().replace('"n_embd": 8', '"n_embd": 16'))
+    elif how == "uneven heads":
+        (folder / "config.json").write_text((folder / "config.json").read_text().replace('"n_head": 2', '"n_head": 3'))
+    elif how == "absurd width":
+        text = (folder / "config.json").read_text().replace('"n_embd": 16', '"n_embd": 6000000000000')
+        (folder / "config.json").write_text(text)
+    elif how == "not a GPT-2":
+        (folder / "config.json").write_text('{"model_type": "llama"}')
+    elif how == "a list":
+        (folder / "config.json").write_text("[]")
+    elif how == "other vocabulary":
+        GPT(GPTConfig(seq_len=8, vocab_size=100, n_layer=1, n_head=1, n_embd=8)).save_pretrained(folder)
+    elif how == "not json":
+        (folder / "config.json").write_text("{")
+    elif how == "a file":
+        return weights
+    return folder
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        "truncated",
+        "missing weights",
+        "other sizes",
+        "uneven heads",
+        "absurd width",
+        "not a GPT-2",
+        "not json",
+        "a file",
+        "a list",
+        "other vocabulary",
+    ],
+)
+def test_damage_is_said_in_one_line(tmp_path, how):
+    write(tmp_path / "c", tiny())
+    with pytest.raises(UserError) as error:
+        load.load_model(damage(tmp_path / "c", how))
+    assert "\n" not in str(error.value)
+
+
+def test_the_newest_and_the_best_stay(tmp_path):
+    """Also past step 999,999; a validation loss may be missing or not finite."""
+    config = replace(
+        Config(run_name="run", log_dir=str(tmp_path)), checkpoint_every=1, keep_checkpoints=2, max_steps=10**7
+    )
+    model = tiny()
+    optimizer = make_optimizer(model, config)
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
+    trainer = SimpleNamespace(config=config, distributed=ALONE, model=model, optimizer=optimizer, scaler=scaler)
+    loader = SimpleNamespace(state=lambda: dict(position=0, total=1, seed=1, shuffle=True))
+    log = SimpleNamespace(facts={}, val_losses={}, flush=lambda step: None)
+    checkpointer = Checkpointer(trainer, loader, log, 0)
+    losses = {999_998: 5.0, 999_999: 3.0, 1_000_000: 4.0, 1_000_001: None, 1_000_002: float("nan")}
+    for step, loss in losses.items():
+        checkpointer.save_if_due(step, 0, healthy=True, last=False)
+        checkpointer.wait()
+        if loss is not None:
+            log.val_losses[step] = loss  # evaluated after it is saved
+    names = [path.name for path in checkpoints_of(tmp_path / "run")]
+    assert names == ["checkpoint_1000002", "checkpoint_1000001", "checkpoint_999999"]
+
+
+def test_a_checkpoint_waits_for_a_finite_step(tmp_path):
+    config = Config(run_name="run", log_dir=str(tmp_path), checkpoint_every=2)
+    model = tiny()
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
+    trainer = SimpleNamespace(
+        config=config, distributed=ALONE, model=model, optimizer=make_optimizer(model, config), scaler=scaler
+    )
+    loader = SimpleNamespace(state=lambda: dict(position=0, total=1, seed=1, shuffle=True))
+    checkpointer = Checkpointer(trainer, loader, SimpleNamespace(facts={}, val_losses={}, flush=lambda step: None), 0)
+    saved = []
+    for step, healthy in ((0, True), (1, True), (2, False), (3, False), (4, True), (5, True)):
+        checkpointer.save_if_due(step, 0, healthy, last=False)
+        checkpointer.wait()
+        saved.append([path.name for path in checkpoints_of(tmp_path / "run")][:1])
+    assert saved == [[], [], [], [], ["checkpoint_000004"], ["checkpoint_000004"]]
+
+
+class Momentum(torch.optim.Optimizer):
+    """Any optimizer: its state has other names than AdamW's, and a scalar."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, dict(lr=0.1))
+
+    @torch.no_grad()
+    def step(self):
+        for parameter in self.param_groups[0]["params"]:
+            state = self.state[parameter]
+            if not state:
+                state["momentum"], state["updates"] = torch.zeros_like(parameter), torch.zeros(())
+            state["momentum"].mul_(0.9).add_(parameter.grad)
+            state["updates"] += 1
+            parameter -= self.param_groups[0]["lr"] * state["momentum"]
+
+
+@pytest.mark.parametrize("make", [Momentum, torch.optim.AdamW, torch.optim.Adagrad])
+def test_the_state_of_any_optimizer_is_restored(tmp_path, make):
+    model = tiny()
+    before = [parameter.clone() for parameter in model.parameters()]
+    optimizer = make(model.parameters())
+    allocate_state(optimizer)
+    assert all(torch.equal(*pair) for pair in zip(model.parameters(), before))
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
+    model(*torch.randint(VOCAB_SIZE, (2, 2, 16))).backward()
+    optimizer.step()
+    state = {name: tensor.clone() for name, tensor in named_state(model, optimizer).items()}
+    assert any(name.endswith(".transformer.h.0.mlp.c_fc.weight") for name in state)
+    training = dict(step=1, tokens=64, scaler={}, run={}, loader=dict(position=64, total=1, seed=1, shuffle=True))
+    folder = save.write(tmp_path / "checkpoint_000001", model, save.snapshot(model, optimizer, ALONE), training)
+    other = make(model.parameters())
+    allocate_state(other)
+    loader = SimpleNamespace(restore=lambda state: None)
+    start = resume.Start(folder, load.read_training(folder), folder, None)
+    resume.restore(start, model, other, scaler, loader, ALONE)
+    restored = named_state(model, other)
+    assert restored.keys() == state.keys() and all(torch.equal(restored[name], state[name]) for name in state)
+    wrong = torch.optim.SGD(model.parameters(), momentum=0.9)
+    allocate_state(wrong)
+    with pytest.raises(UserError, match="another optimizer wrote it"):
+        resume.restore(start, model, wrong, scaler, loader, ALONE)

@@ -1,0 +1,146 @@
+"""Every row of the table, on against off, wherever this machine has what the row needs."""
+
+import re
+from dataclasses import fields, replace
+
+import pytest
+import torch
+from conftest import ROOT, logged
+
+from config import Config
+from model import GPTConfig
+from optimizations import OPTIMIZATIONS, RUNGS, SWITCHES, readme_table, turn_off_unavailable
+from parallel.process_group import Distributed
+from train_gpt2 import build, train_step
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+ALONE = Distributed(0, 1, DEVICE)
+# All off but the batch size, on a model that every kernel takes
+OFF = {
+    flag: value
+    for row in OPTIMIZATIONS
+    if row.name not in ("accumulation", "micro_batch")
+    for flag, value in row.off.items()
+}
+PLAIN = replace(
+    Config(**OFF), n_layer=2, n_head=2, n_embd=64, seq_len=64, micro_batch_size=2, total_batch_size=256, max_steps=4
+)
+HALF = dict(autocast="bf16")
+# {row: (relative tolerance of the losses, the flags that are on, the flags of both sides)}
+CASES = {
+    "tf32": (1e-3, dict(tf32=True), {}),
+    "bf16": (2e-3, HALF, {}),
+    "compile": (1e-5, dict(compile=True), {}),
+    "flash": (1e-5, dict(flash=True), {}),
+    "pad_vocab": (1e-5, dict(pad_vocab=True), {}),
+    "fused_adamw": (1e-5, dict(fused_adamw=True), {}),
+    "accumulation": (1e-5, dict(micro_batch_size=1), dict(micro_batch_size=4)),
+    "micro_batch": (1e-5, dict(micro_batch_size=4), dict(micro_batch_size=1)),
+    "bf16_residual": (2e-3, dict(bf16_residual=True), HALF),
+    "fused_cross_entropy": (1e-5, dict(fused_cross_entropy=True), {}),
+    "fused_gelu": (1e-3, dict(fused_gelu=True), HALF),
+    "packed_qkv": (1e-3, dict(packed_qkv=True), HALF | dict(flash=True)),
+    "fp8": (2e-2, dict(fp8=True), HALF),
+    "activation_checkpointing": (1e-5, dict(activation_checkpointing="selective"), {}),
+}
+# {row: (relative tolerance, the flags that are on, the flags of both sides)}, on two ranks
+TWO_RANKS = {
+    "ddp": (1e-5, (), ()),
+    "overlap_gradients": (1e-5, ("--overlap_gradients",), ("--compile",)),
+    "bf16_gradients": (1e-3, ("--bf16_gradients",), ("--parallel", "zero2")),
+}
+NEEDS_A_GPU = ("tf32", "packed_qkv")
+
+
+def losses(**flags):
+    """The losses of four steps on fixed tokens."""
+    trainer = build(replace(PLAIN, **flags), ALONE)
+    generator = torch.Generator().manual_seed(0)
+    config = trainer.config
+    found = []
+    for step in range(config.max_steps):
+        tokens = torch.randint(
+            50257, (config.total_batch_size // config.seq_len, config.seq_len + 1), generator=generator
+        )
+        parts = iter(tokens.to(DEVICE).split(config.micro_batch_size))
+
+        def next_batch(parts=parts):
+            part = next(parts)
+            return part[:, :-1].contiguous(), part[:, 1:].contiguous()
+
+        found.append(train_step(trainer, step, next_batch).loss)
+    return found
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_on_against_off(name):
+    tolerance, on, both = CASES[name]
+    if name in NEEDS_A_GPU and DEVICE.type == "cpu":
+        pytest.skip("needs an NVIDIA GPU")
+    if name in ("fused_cross_entropy", "fp8"):
+        pytest.importorskip("triton")
+    if DEVICE.type == "cuda":
+        wanted = replace(PLAIN, **both, **on)
+        assert turn_off_unavailable(wanted, ALONE)[0] == wanted
+    assert losses(**both, **on) == pytest.approx(losses(**both), rel=tolerance)
+
+
+@pytest.mark.parametrize("name", TWO_RANKS)
+def test_on_against_off_on_two_ranks(train, name):
+    tolerance, on, both = TWO_RANKS[name]
+    alone = logged(train("off", *both, ranks=1 if name == "ddp" else 2))
+    assert logged(train("on", *both, *on, ranks=2)) == pytest.approx(alone, rel=tolerance)
+
+
+def test_the_recipe_starts_from_the_same_loss():
+    recipe = {flag: getattr(Config(), flag) for flag in RUNGS["recipe"].off}
+    with_it, without = losses(**recipe), losses()
+    assert with_it[0] == without[0] and with_it[1:] != without[1:]
+
+
+def test_every_row_has_its_case_and_its_paragraph():
+    assert {*CASES, *TWO_RANKS, "recipe"} == {row.name for row in OPTIMIZATIONS}
+    course = (ROOT / "docs" / "optimizations.md").read_text()
+    for row in OPTIMIZATIONS:
+        assert (f"`--{next(iter(row.off))}" if row.name != "ddp" else "`torchrun") in course, row.name
+
+
+def test_rows_name_flags_and_fields_that_exist():
+    names = {field.name for field in fields(Config)}
+    assert all(flag in names for row in OPTIMIZATIONS for flag in row.off)
+    in_model = {row.name for row in OPTIMIZATIONS if row.in_model}
+    assert in_model == {field.name for field in fields(GPTConfig) if field.type is bool}
+    assert all(getattr(Config(), row.name) == row.default for row in SWITCHES)
+
+
+def test_the_readme_has_the_table():
+    readme = (ROOT / "README.md").read_text()
+    table = re.search(r"<!-- optimizations -->\n(.*?)\n<!-- /optimizations -->", readme, re.S)
+    assert table and table[1].strip() == readme_table(), "python optimizations.py prints the table for README.md"
+
+
+@pytest.mark.parametrize(
+    "device, flags, reasons",
+    [
+        (
+            "cpu",
+            {},
+            dict(tf32="for NVIDIA GPUs, this is cpu", fused_gelu="for NVIDIA GPUs", packed_qkv="for NVIDIA GPUs"),
+        ),
+        ("cpu", dict(autocast="off"), dict(bf16_residual="--autocast bf16")),
+        ("mps", {}, dict(compile="not ready for Apple GPUs", fused_cross_entropy="for NVIDIA GPUs, this is mps")),
+        ("cpu", dict(overlap_gradients=True), dict(overlap_gradients="several ranks")),
+        ("cpu", dict(bf16_gradients=True), dict(bf16_gradients="it needs NCCL")),
+        (
+            "cpu",
+            dict(parallel="zero3", shard_ranks=2),
+            dict(parallel="there is one rank", shard_ranks="there is one rank"),
+        ),
+    ],
+)
+def test_what_a_device_does_not_have_is_off_and_noted(device, flags, reasons):
+    config, notes = turn_off_unavailable(Config(**flags), Distributed(0, 1, torch.device(device)))
+    said = {note.flag: note for note in notes}
+    for flag, reason in reasons.items():
+        assert reason in said[flag].reason and getattr(config, flag) == said[flag].value
+        assert str(said[flag]).startswith(f"{flag} is ")
