@@ -7,23 +7,23 @@
 #SBATCH --time=24:00:00
 #SBATCH --signal=B:USR1@180
 #SBATCH --requeue
-# From the project's folder, with its environment active: sbatch --nodes=2 docs/slurm.sh [flags of train_gpt2.py].
-# Three minutes before its time is over SLURM tells this script, which has every rank save and stop, and queues the job
-# again. It then goes on, because the run keeps its name.
+# Usage, in the project's folder with its environment active: sbatch --nodes=2 docs/slurm.sh [flags of train_gpt2.py]
+# SLURM sends SIGUSR1 to this script three minutes before the time limit. The script tells every rank to save and stop,
+# and requeues the job. The requeued job has the same id, so it has the same run name and continues the run.
 set -euo pipefail
-export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=170  # seconds to save in, from PyTorch 2.13 on; else 30
+export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=170  # seconds for saving; PyTorch before 2.13 always allows 30
 
 first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 
 again() {
-    scancel --signal=TERM "$SLURM_JOB_ID"  # its steps, not this script
+    scancel --signal=TERM "$SLURM_JOB_ID"  # signals the job's steps, not this script
     wait "$ranks" || true
     scontrol requeue "$SLURM_JOB_ID"
     exit
 }
 trap again USR1
 
-# torchrun ends with exit code 1 after a signal, and the other machines may still be writing
+# kill-on-bad-exit=0: torchrun exits with code 1 after a signal, while other machines may still be writing a checkpoint
 srun --kill-on-bad-exit=0 --cpus-per-task="$SLURM_CPUS_PER_TASK" torchrun \
     --nnodes="$SLURM_NNODES" --nproc_per_node="${SLURM_GPUS_ON_NODE:-1}" --max-restarts=3 \
     --rdzv_backend=c10d --rdzv_endpoint="$first:29500" --rdzv_id="$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}" \
