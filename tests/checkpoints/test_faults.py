@@ -142,7 +142,8 @@ def test_an_output_that_goes_away_is_not_missed():
     """A full disk under it, a pipe that nobody reads any more, an encoding without the character."""
     read, write = os.pipe()
     os.close(read)
-    script = "import sys; from common import cli; cli.run(lambda: [print('step 0 \\u0101') for _ in range(3)] and sys.stderr.write('end'))"
+    script = "import sys; from common import cli; "
+    script += "cli.run(lambda: [print('step 0 \\u0101') for _ in range(3)] and sys.stderr.write('end'))"
     for output in (os.open("/dev/full", os.O_WRONLY), write, os.open("/dev/null", os.O_WRONLY)):
         environment = os.environ | dict(PYTHONIOENCODING="ascii")
         done = subprocess.run(
