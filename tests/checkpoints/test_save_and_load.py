@@ -107,9 +107,7 @@ def test_damage_is_said_in_one_line(tmp_path, how):
 
 def test_the_newest_and_the_best_stay(tmp_path):
     """Also past step 999,999; a validation loss may be missing or not finite."""
-    config = replace(
-        Config(run_name="run", log_dir=str(tmp_path)), checkpoint_every=1, keep_checkpoints=2, max_steps=10**7
-    )
+    config = Config(run_name="run", log_dir=str(tmp_path), checkpoint_every=1, keep_checkpoints=2, max_steps=10**7)
     model = tiny()
     optimizer = make_optimizer(model, config)
     scaler = torch.amp.GradScaler("cpu", enabled=False)
