@@ -1,8 +1,8 @@
-"""Curves of one run or several over tokens: loss, HellaSwag, throughput, gradient norm.
+"""Draw loss, HellaSwag accuracy, throughput and gradient norm of one or more runs over tokens.
 
     python curves.py log/RUN [log/OTHER ...]
 
-Every run of some length leaves its own at its end, as log/RUN/curves.png.
+train_gpt2.py draws the curves of each run of MIN_STEPS steps or more to log/RUN/curves.png.
 """
 
 import itertools
@@ -15,9 +15,9 @@ import tyro
 from common.cli import UserError, parse, run
 from observe import figures
 
-# OpenAI's weights of GPT-2 124M on the same evaluations, as build-nanogpt measured them
-LOSS_MARK, HELLASWAG_MARK = 3.2924, 0.2955
-FEWEST_STEPS = 20  # that are worth a figure of their own
+# Validation loss and HellaSwag acc_norm of OpenAI's GPT-2 124M, as build-nanogpt measured them
+GPT2_VAL_LOSS, GPT2_HELLASWAG = 3.2924, 0.2955
+MIN_STEPS = 20  # shorter runs get no figure
 
 
 @dataclass
@@ -25,13 +25,16 @@ class Flags:
     """Draw the curves of runs."""
 
     runs: tyro.conf.Positional[tuple[str, ...]]
-    """Runs' folders."""
+    """Folders of runs."""
     out: str | None = None
-    """The PNG; by default curves.png in the folder of the first run."""
+    """File to write; by default curves.png in the folder of the first run."""
 
 
 def read(folder):
-    """{name: (tokens, values)} of what a run logged. Raises UserError when it is no run's folder."""
+    """A run's metrics.jsonl as {name: (tokens, values)}, two lists of equal length per metric.
+
+    Raises UserError for a folder without metrics.
+    """
     path = Path(folder) / "metrics.jsonl"
     series = {}
     try:
@@ -43,7 +46,7 @@ def read(folder):
             row = json.loads(line)
             tokens = row["tokens"]
         except (ValueError, KeyError, TypeError):
-            continue  # a run that goes on may be writing its last line
+            continue  # an incomplete last line: the run is writing it
         for name, value in row.items():
             if isinstance(value, int | float):
                 xs, ys = series.setdefault(name, ([], []))
@@ -55,7 +58,8 @@ def read(folder):
 
 
 def draw(folders, path):
-    """A PNG of the runs' curves. Raises UserError when a run cannot be read, OSError when path cannot be written."""
+    """Write the curves of the runs to path. Raises UserError for a run that cannot be read, OSError for a path that
+    cannot be written, ValueError for a path whose suffix is not an image format."""
     runs = {Path(folder).resolve().name: read(folder) for folder in folders}
     most = max(tokens for series in runs.values() for tokens in series["step"][0])
     scale, unit = next(
@@ -72,11 +76,11 @@ def draw(folders, path):
         line(loss, series, "train_loss", color, linewidth=0.8, alpha=0.45)
         line(loss, series, "val_loss", color, linewidth=1.8, marker="o", markersize=3, label=name)
         line(hellaswag, series, "hellaswag_acc_norm", color, linewidth=1.8, marker="o", markersize=3)
-        # not the first step, which compiles
-        speeds = {key: (xs[1:], ys[1:]) for key, (xs, ys) in series.items()}
-        line(speed, speeds, "tokens_per_sec", color, linewidth=0.8)
+        without_first = {key: (xs[1:], ys[1:]) for key, (xs, ys) in series.items()}  # the first step compiles
+        line(speed, without_first, "tokens_per_sec", color, linewidth=0.8)
         line(norm, series, "grad_norm", color, linewidth=0.8)
-    for ax, mark, text in ((loss, LOSS_MARK, "GPT-2 124M on FineWeb-Edu"), (hellaswag, HELLASWAG_MARK, "GPT-2 124M")):
+    marks = ((loss, GPT2_VAL_LOSS, "GPT-2 124M on FineWeb-Edu"), (hellaswag, GPT2_HELLASWAG, "GPT-2 124M"))
+    for ax, mark, text in marks:
         ax.set_visible(bool(ax.lines))  # HellaSwag may be off
         ax.axhline(mark, color=figures.MUTED, linewidth=1, linestyle="--")
         ax.text(1, mark, f"{text} {mark} ", transform=ax.get_yaxis_transform(), ha="right", va="bottom", fontsize=9)
@@ -100,9 +104,9 @@ def draw(folders, path):
 
 
 def draw_own(folder):
-    """A run's own, at its end, which must not fail for it."""
+    """Write curves.png to a run's folder, if the run is long enough. An error is printed, since the run is complete."""
     try:
-        if len(read(folder).get("train_loss", ((), ()))[0]) >= FEWEST_STEPS:
+        if len(read(folder).get("train_loss", ((), ()))[0]) >= MIN_STEPS:
             draw([folder], Path(folder) / "curves.png")
     except (OSError, UserError) as error:
         print(f"no curves.png: {error}")
@@ -115,7 +119,7 @@ def main():
     path = Path(flags.out or Path(flags.runs[0]) / "curves.png")
     try:
         draw(flags.runs, path)
-    except (OSError, ValueError) as error:  # matplotlib's, of an --out that is no picture
+    except (OSError, ValueError) as error:  # ValueError: --out has a suffix that matplotlib does not know
         raise UserError(f"cannot write {path}: {error}") from error
     print(path)
 

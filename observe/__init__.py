@@ -1,1 +1,1 @@
-"""What a run tells: logs, wandb, profiler, figures, measurements."""
+"""Observing a run: logs, wandb, the plan and the summary, the profiler, figures, measurements."""

@@ -1,4 +1,4 @@
-"""The figures: the ladder, a sweep's heat map, the roofline. Each writes one PNG."""
+"""Figures: the ladder, the heat map of a sweep, the roofline. Each function writes one PNG."""
 
 from itertools import product
 
@@ -9,8 +9,8 @@ HEAT = "Blues"
 
 
 def new_figure(width, height, columns=1, rows=1, **options):
-    """A figure of width × height inches with a row of axes, or rows of them, in one style."""
-    from matplotlib.figure import Figure  # half a second that training need not wait for
+    """(figure, axes): width × height inches; axes is a list of `columns` Axes, or with several rows an array."""
+    from matplotlib.figure import Figure  # takes half a second; most runs draw nothing until their end
 
     figure = Figure(figsize=(width, height), dpi=160, layout="constrained")
     axes = figure.subplots(rows, columns, squeeze=False, **options)
@@ -22,7 +22,7 @@ def new_figure(width, height, columns=1, rows=1, **options):
 
 
 def thousands(value):
-    """A rate in a few characters: 527k, 1.05M."""
+    """A rate with a unit: 527k, 1.05M."""
     if value < 1e3:
         return f"{value:.0f}"
     if value < 1e5:
@@ -36,40 +36,43 @@ def word(value):
 
 
 def describe(cell):
-    """Flags with their values as text."""
+    """{flag: value} as text."""
     return ", ".join(f"{name} {word(value)}" for name, value in cell.items())
 
 
 def about(facts):
-    """Model, hardware and PyTorch in a line."""
+    """One line on model, hardware and PyTorch version; facts: a run's config.json."""
     sizes = f"{facts['n_layer']} layers, {facts['n_embd']} wide"
     return f"GPT-2 of {sizes}; {facts['hardware']}, PyTorch {facts['torch']}"
 
 
 def ladder(results, path):
-    """Tokens/sec and peak memory by rung, the first on top. results: the ladder's rungs; the done are drawn."""
+    """Tokens/sec and peak memory of each rung, the first on top.
+
+    results: one dictionary per rung, as from measure.measure; only those with status "done" are drawn.
+    """
     results = [result for result in results if result["status"] == "done"]
     names = [result["rung"] for result in results]
     figure, (speed, memory) = new_figure(
         11, 1.5 + 0.42 * len(names), columns=2, sharey=True, gridspec_kw=dict(width_ratios=(2.6, 1))
     )
-    places = range(len(names))
+    positions = range(len(names))
     rates = [result["tokens_per_sec"] for result in results]
     peaks = [result["peak_gb"] for result in results]
     for ax, values, color, title in (
         (speed, rates, SPEED, "tokens/sec, and × the first rung"),
         (memory, peaks, MEMORY, "peak memory of a device, GB"),
     ):
-        ax.barh(places, values, height=0.68, color=color)
+        ax.barh(positions, values, height=0.68, color=color)
         ax.set_xlim(0, 1.22 * max(values))
         ax.set_xticks([])
         ax.spines["bottom"].set_visible(False)
         ax.set_title(title, loc="left", fontsize=10, color=MUTED)
-        for place, value in enumerate(values):
+        for position, value in enumerate(values):
             ratio = value / values[0]
             text = f"{thousands(value)}   {ratio:.{2 if ratio < 10 else 1}f} ×" if ax is speed else f"{value:.1f}"
-            ax.text(value + 0.012 * max(values), place, text, va="center", fontsize=9, color=INK)
-    speed.set_yticks(places, names)
+            ax.text(value + 0.012 * max(values), position, text, va="center", fontsize=9, color=INK)
+    speed.set_yticks(positions, names)
     speed.invert_yaxis()
     figure.suptitle(
         f"What each optimization buys: {about(results[0]['facts'])}", x=0.01, ha="left", fontsize=12, color=INK
@@ -78,17 +81,18 @@ def ladder(results, path):
 
 
 def heat_map(axes, results, path):
-    """Tokens/sec over a grid: the first axis left to right, all others together top to bottom; failures are named.
+    """Tokens/sec over the grid of a sweep. The first flag is the x axis; all combinations of the others are the y axis.
 
-    axes: {flag: values}; results: those of ladder.measure so far, each with its cell.
+    axes: {flag: values}; results: one dictionary per cell so far, as from measure.measure, plus "cell": {flag: value}.
+    A cell without a result shows the reason.
     """
     (across, columns), *others = axes.items()
     rows = [dict(zip((name for name, _ in others), values)) for values in product(*(values for _, values in others))]
-    place = {}
+    by_position = {}  # (y, x): result
     for result in results:
-        rest = {name: value for name, value in result["cell"].items() if name != across}
-        place[rows.index(rest), columns.index(result["cell"][across])] = result
-    rates = {where: r["tokens_per_sec"] for where, r in place.items() if r["status"] == "done"}
+        row = {name: value for name, value in result["cell"].items() if name != across}
+        by_position[rows.index(row), columns.index(result["cell"][across])] = result
+    rates = {position: r["tokens_per_sec"] for position, r in by_position.items() if r["status"] == "done"}
     best, worst = max(rates.values()), min(rates.values())
 
     figure, (ax,) = new_figure(max(7, 3 + 1.5 * len(columns)), 1.8 + 0.75 * len(rows))
@@ -96,7 +100,7 @@ def heat_map(axes, results, path):
     ax.imshow(grid, cmap=HEAT, vmin=worst - 0.4 * (best - worst) - 1, vmax=best + 1, aspect="auto")
     ax.set_facecolor("#f3f4f6")
     for y, x in product(range(len(rows)), range(len(columns))):
-        result = place.get((y, x), dict(status="not run", reason="not run"))
+        result = by_position.get((y, x), dict(status="not run", reason="not run"))
         if result["status"] == "done":
             rate = result["tokens_per_sec"]
             share = f"MFU {result['mfu']:.1%}" if result["mfu"] else f"{rate / best:.2f} × the best"
@@ -118,10 +122,10 @@ def heat_map(axes, results, path):
 
 
 def roofline(table, peak_flops, bandwidth, facts, path):
-    """Each kind of kernel under the device's roof: what it reached against its FLOPs for each byte that has to move.
+    """TFLOP/s against arithmetic intensity for each category of kernels, below the device's roof.
 
-    table: profiler's rows by kind; the points' area is their share of the step. peak_flops in FLOP/s, bandwidth in
-    bytes/s; the roof is the lower of peak_flops and FLOP/byte × bandwidth (Williams et al. 2009, "Roofline").
+    table: from profiler.make_table; a point's area is the category's share of the step. peak_flops in FLOP/s, bandwidth
+    in bytes/s; the roof is min(peak_flops, FLOP/byte × bandwidth) (Williams et al. 2009, "Roofline").
     """
     figure, (ax,) = new_figure(9, 5.6)
     low, high = 0.25, 4000
@@ -129,8 +133,8 @@ def roofline(table, peak_flops, bandwidth, facts, path):
     ax.plot([low, ridge, high], [low * peak / ridge, peak, peak], color=INK, linewidth=1.6)
     ax.text(high, 1.12 * peak, f"{peak:,.0f} TFLOP/s", ha="right", fontsize=9, color=INK)
     ax.text(ridge / 1.4, peak / 1.2, f"{bandwidth / 1e12:.1f} TB/s", ha="right", fontsize=9, color=INK)
-    kinds = {name: row for name, row in table.items() if "tflops" in row}
-    for (name, row), color in zip(kinds.items(), PALETTE):
+    points = {name: row for name, row in table.items() if "tflops" in row}
+    for (name, row), color in zip(points.items(), PALETTE):
         x, y, share = row["flop_per_byte"], row["tflops"], row["share"]
         ax.plot([x, x], [y, y / row["of_roof"]], color=RULE, linewidth=1, zorder=0)
         label = f"{name}: {share:.1%} of the step, at {row['of_roof']:.0%} of its roof"

@@ -20,7 +20,7 @@ def write_run(folder, steps, hellaswag=True):
     return folder
 
 
-def test_what_was_logged_is_what_is_drawn(tmp_path, monkeypatch):
+def test_the_lines_are_the_logged_values(tmp_path, monkeypatch):
     runs = [write_run(tmp_path / "one", 30), write_run(tmp_path / "two", 25, hellaswag=False)]
     drawn = []
     real = curves.figures.new_figure
@@ -31,12 +31,12 @@ def test_what_was_logged_is_what_is_drawn(tmp_path, monkeypatch):
     assert lines[0] == [[step + 1, pytest.approx(10 - step / 10)] for step in range(30)]  # thousand tokens
     assert lines[1] == [[0, 10.9], [30, 5.0]] and lines[-1][0][1] == 3.2924
     assert [line.get_xydata().tolist() for line in hellaswag.lines] == [[[30, 0.26]], [[0, 0.2955], [1, 0.2955]]]
-    assert [len(line.get_xydata()) for line in speed.lines] == [29, 24]  # without the step that compiles
+    assert [len(line.get_xydata()) for line in speed.lines] == [29, 24]  # without the first step, which compiles
     assert [text.get_text() for text in figure.legends[0].texts] == ["one", "two"]
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_run_draws_its_own_if_it_is_worth_it(tmp_path, capsys):
+def test_a_run_of_some_length_draws_its_curves(tmp_path, capsys):
     curves.draw_own(write_run(tmp_path / "short", 19, hellaswag=False))
     curves.draw_own(write_run(tmp_path / "long", 20, hellaswag=False))
     assert not (tmp_path / "short" / "curves.png").exists() and (tmp_path / "long" / "curves.png").exists()

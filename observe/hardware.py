@@ -1,0 +1,75 @@
+"""The hardware a run uses: its peak FLOP/s for MFU, peak memory, and the environment recorded in config.json."""
+
+import platform
+import re
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+
+# Dense bf16 peak in TFLOP/s (fp16 for V100 and T4, which have no bf16), from NVIDIA's data sheets. The first key that
+# is a whole word of the device's name applies, so "H100 PCIe" comes before "H100".
+PEAK_TFLOPS = {
+    "B200": 2250,
+    "H100 PCIe": 756,
+    "H100 NVL": 835,
+    "H100": 989.4,
+    "H200": 989.4,
+    "H800": 989.4,
+    "H20": 148,
+    "A100": 312,
+    "A800": 312,
+    "A40": 149.7,
+    "A10": 125,
+    "L40S": 362,
+    "L40": 181,
+    "L4": 121,
+    "RTX 4090": 165.2,
+    "RTX 3090": 71,
+    "V100": 125,
+    "T4": 65,
+}
+
+
+def peak_tflops(device):
+    """The device's dense bf16 peak in TFLOP/s, or None for a device that is not in PEAK_TFLOPS."""
+    if device.type != "cuda":
+        return None
+    name = torch.cuda.get_device_name(device)
+    return next((peak for part, peak in PEAK_TFLOPS.items() if re.search(rf"\b{part}\b", name)), None)
+
+
+def flops_per_token(model, seq_len):
+    """FLOPs of forward and backward per token: 6N + 12·L·C·T (Chowdhery et al. 2022, PaLM, appendix B)."""
+    c = model.config
+    return 6 * model.num_params() + 12 * c.n_layer * c.n_embd * seq_len
+
+
+def peak_memory(device):
+    """This process's peak memory so far in GB (2**30): allocated by PyTorch on a GPU, resident on other devices."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**30
+    # ru_maxrss is in bytes on macOS, in KiB elsewhere (getrusage(2))
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**30 if sys.platform == "darwin" else 2**20)
+
+
+def environment(device):
+    """{name: value} of versions, hardware, command and git commit. A value that does not apply is None."""
+    root = Path(__file__).parent.parent
+    try:
+        git = subprocess.run(["git", "rev-parse", "HEAD"], cwd=root, capture_output=True, text=True)
+        commit = git.stdout.strip() if git.returncode == 0 else None  # None: not a checkout
+    except FileNotFoundError:
+        commit = None  # git is not installed
+    gpu = device.type == "cuda"
+    return dict(
+        python=platform.python_version(),
+        torch=torch.__version__,
+        cuda=torch.version.cuda if gpu else None,
+        cudnn=torch.backends.cudnn.version() if gpu else None,
+        hardware=torch.cuda.get_device_name(device) if gpu else f"{platform.machine()} {device.type}",
+        command=" ".join(sys.argv),
+        git_commit=commit,
+    )

@@ -1,0 +1,74 @@
+"""The lines printed before the first step (the plan) and after the last one (the summary)."""
+
+from observe.hardware import peak_memory
+from optim.schedules import accumulation_steps
+from parallel import fsdp
+
+
+def tokens_to_train(config, step, world_size):
+    """Tokens of the steps from `step` to max_steps. Steps of the batch warm-up have fewer than the others."""
+    full_batch = max(step, min(config.batch_warmup_steps, config.max_steps))  # the first step with the full batch
+    micro_steps = sum(accumulation_steps(s, config, world_size) for s in range(step, full_batch))
+    micro_steps += max(0, config.max_steps - full_batch) * accumulation_steps(full_batch, config, world_size)
+    return micro_steps * config.micro_batch_size * config.seq_len * world_size
+
+
+def print_plan(
+    config, notes, start_text, step, tokens, model, distributed, train_stream, val_stream, hellaswag, log, switches
+):
+    """Print what is about to run.
+
+    start_text: where the weights come from; step and tokens: updates so far, and tokens trained on; hellaswag: the
+    items to evaluate, or None; notes: printed one per line; switches: {name: on} of the optimizations, in the order and
+    with the names to print, such as {"tf32": True, "autocast bf16": True, "fp8": False}.
+    """
+    facts, world_size = log.facts, distributed.world_size
+    accumulated = accumulation_steps(config.batch_warmup_steps, config, world_size)
+    total = tokens + tokens_to_train(config, step, world_size)
+    on = ", ".join(name for name, value in switches.items() if value)
+    off = ", ".join(name for name, value in switches.items() if not value)
+    sizes = f"{config.n_layer} layers, {config.n_head} heads, {config.n_embd} wide"
+    batch = f"{config.total_batch_size:,} tokens = {config.micro_batch_size} sequences × {config.seq_len} tokens × "
+    batch += f"{accumulated} accumulated × {world_size} ranks"
+    if config.batch_warmup_steps:
+        batch += f", reached after {config.batch_warmup_steps} steps"
+    data = f"{len(train_stream.shards)} train shards, {train_stream.total:,} tokens; "
+    data += f"{len(val_stream.shards)} val, {val_stream.total:,} tokens"
+    mfu = "unknown for this device: give --peak_tflops"
+    if log.peak_flops:
+        mfu = f"of a peak of {log.peak_flops / 1e12 / world_size:g} TFLOP/s a device"
+    cuda = f", CUDA {facts['cuda']}" if facts["cuda"] else ""
+    lines = [
+        ("device", f"{world_size} × {facts['hardware']}; PyTorch {facts['torch']}{cuda}"),
+        ("model", f"{sizes}; {model.num_params():,} parameters"),
+        ("init", start_text),
+        ("batch", batch),
+        *([("parallel", fsdp.describe(config, distributed))] if world_size > 1 else []),
+        ("training", f"{config.max_steps:,} steps, {total:,} tokens, {total / train_stream.total:.2f} epochs"),
+        ("on", f"{on} (off: {off})" if off else on),
+        ("data", f"{config.data_dir}: {data}"),
+        ("HellaSwag", f"{len(hellaswag.labels):,} items" if hellaswag else "off"),
+        ("MFU", mfu),
+        ("log", f"{log.folder}/"),
+        ("watch", log.where_to_watch()),
+        *(("note", str(note)) for note in notes),
+    ]
+    for name, text in lines:
+        print(f"{name:10s} {text}")
+
+
+def print_summary(config, log, tokens):
+    """Print what the run has reached. tokens: trained on so far."""
+    # only this process's evaluations: a resumed run's log also has the losses before the checkpoint
+    val_losses = {step: loss for step, loss in log.val_losses.items() if step >= log.first_step}
+    if len(val_losses) > 1:
+        first, last = min(val_losses), max(val_losses)
+        print(
+            f"validation loss {val_losses[first]:.4f} -> {val_losses[last]:.4f} in {last - first} steps; "
+            f"{tokens:,} tokens in all"
+        )
+    print(f"peak memory {peak_memory(log.device):.2f} GB")
+    print(f"log: {log.folder}/ (log.txt, metrics.jsonl, config.json); watch: {log.where_to_watch()}")
+    if config.demo:
+        print("Next: `python fineweb.py` makes real data, then `python train_gpt2.py` trains GPT-2 124M on it.")
+        print("`python train_gpt2.py --help` lists the flags.")

@@ -1,0 +1,258 @@
+"""RunLog: the folder of a run (config.json, log.txt, metrics.jsonl), the lines that training prints, the wandb page."""
+
+import collections
+import contextlib
+import json
+import math
+import os
+import shutil
+import statistics
+import time
+from pathlib import Path
+
+from checkpoints.run_folder import LOCK, checkpoints_of, facts_of, launch_id, lock, step_of, unused_name
+from common.cli import UserError
+from common.files import atomic_write, write_json
+from observe.hardware import environment, peak_memory, peak_tflops
+from observe.wandb_page import WandbPage
+
+SPIKE = 5  # a loss this many standard deviations above the mean of the last SPIKE_WINDOW losses is marked
+SPIKE_WINDOW = 100
+MIN_SPIKE_WINDOW = 20  # with fewer losses the standard deviation says little
+
+
+class RunLog:
+    """Prints and logs one run. Only rank 0 makes one.
+
+    log.txt has lines of `{step} {stream} {value}`, stream one of train, val, hella; metrics.jsonl has everything else,
+    one object per line. A step's number is the number of updates before the step.
+    """
+
+    def __init__(self, config, device, world_size, flops_per_token, resumed=None, training=None):
+        """resumed: the checkpoint that the run continues from; training: the contents of its training.json.
+
+        The logs keep the lines of the steps before the checkpoint's; the checkpoint's own step is evaluated again.
+        Raises UserError when the folder belongs to a finished or running run, or cannot be written.
+        """
+        self.config = config
+        self.device = device
+        self.flops_per_token = flops_per_token
+        peak = config.peak_tflops or peak_tflops(device)
+        self.peak_flops = peak and peak * 1e12 * world_size
+        self.folder = Path(config.log_dir) / config.run_name
+        self.first_step = training["step"] if training else 0
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self._lock = lock(self.folder)
+            earlier = self._earlier_facts(resumed)
+            self.facts = dict(vars(config), world_size=world_size, **environment(device))
+            self.facts |= dict(launch=launch_id(), finished=False)
+            self.facts["wandb_id"] = earlier.get("wandb_id") if training and earlier else None
+            self._write_facts()
+            self.log_txt, lines = self._open("log.txt", parse_log_line, training, earlier)
+            self.metrics_jsonl, _ = self._open("metrics.jsonl", parse_metrics_line, training, earlier)
+            self.wandb = WandbPage(config, self.folder)
+            if wandb_id := self.wandb.start(self.facts):
+                self.facts["wandb_id"] = wandb_id
+                self._write_facts()
+        except OSError as error:
+            raise UserError(
+                f"cannot write the run's folder {self.folder}: {error.strerror}; choose another --log_dir"
+            ) from error
+        self.val_losses = {step: value for step, stream, value in lines if stream == "val"}
+        train_losses = [value for _, stream, value in lines if stream == "train" and math.isfinite(value)]
+        self._losses = collections.deque(train_losses, maxlen=SPIKE_WINDOW)
+        self._first_end = None  # (step, time) of the end of this process's first step
+
+    def where_to_watch(self):
+        """One line: the wandb page's URL, the command that shows an offline run, or the path of metrics.jsonl."""
+        return self.wandb.where_to_watch() or f"{self.folder}/metrics.jsonl"
+
+    # ------------------------------------------------------------------------------------------------------------------
+    # Training reports
+
+    def train_step(self, step, tokens, step_tokens, loss, lr, grad_norm, seconds, loss_scale=None, bad_steps=0):
+        """Print and log a step that has just ended.
+
+        tokens: trained on so far, this step included; step_tokens and seconds: of this step; loss in nats per token.
+        bad_steps: consecutive steps, up to this one, with a loss or gradient that is not finite; they are skipped.
+        """
+        deviations = self._spike(loss)
+        seconds_left = self._seconds_left(step)
+        rate = step_tokens / seconds
+        mfu = rate * self.flops_per_token / self.peak_flops if self.peak_flops else None
+        columns = [f"loss {loss:.6f}", f"lr {lr:.4e}", f"norm {grad_norm:.4f}", f"{seconds * 1000:.2f} ms"]
+        columns.append(f"{rate:,.0f} tok/s")
+        if mfu:
+            columns.append(f"MFU {mfu:.1%}")
+        columns.append("time left unknown" if seconds_left is None else f"{duration(seconds_left)} left")
+        if bad_steps:
+            columns.append(f"not finite, skipped ({bad_steps} in a row)")
+        if deviations:
+            columns.append(f"spike, {deviations:.0f} standard deviations")
+        self._print(step, *columns)
+        values = dict(train_loss=loss, lr=lr, grad_norm=grad_norm, step_ms=seconds * 1000, tokens_per_sec=rate, mfu=mfu)
+        values["peak_gb"] = peak_memory(self.device)
+        if bad_steps:
+            values["bad_steps"] = bad_steps
+        if deviations:
+            values["spike"] = deviations
+        if loss_scale is not None:
+            values["loss_scale"] = loss_scale
+        self._record(step, tokens, values, f"{step} train {loss:.6f}\n")
+        page = {f"train/{name.removeprefix('train_')}": value for name, value in values.items() if value is not None}
+        by_tokens = {"by_tokens/train_loss": loss, "by_tokens/tokens_per_sec": rate}
+        self.wandb.log(step, page | by_tokens | dict(tokens=tokens))
+
+    def validation(self, step, tokens, loss, seconds):
+        """Print and log a validation loss, in nats per token."""
+        self.val_losses[step] = loss
+        self._print(step, f"validation loss {loss:.4f}", f"{seconds:.1f} s")
+        self._evaluation(step, tokens, f"{step} val {loss:.4f}\n", dict(val_loss=loss))
+
+    def hellaswag(self, step, tokens, acc, acc_norm, seconds):
+        """Print and log accuracies between 0 and 1; log.txt has acc_norm, GPT-2's usual measure."""
+        self._print(step, f"HellaSwag acc {acc:.4f}", f"acc_norm {acc_norm:.4f}", f"{seconds:.1f} s")
+        values = dict(hellaswag_acc=acc, hellaswag_acc_norm=acc_norm)
+        self._evaluation(step, tokens, f"{step} hella {acc_norm:.4f}\n", values)
+
+    def samples(self, step, tokens, texts):
+        """Print and log sampled texts."""
+        for i, text in enumerate(texts):
+            print(f"sample {i}: {text}")
+        self._record(step, tokens, dict(samples=texts))
+        self.wandb.samples(step, texts)
+
+    def flush(self, step):
+        """Return when all lines are on disk: a power failure then leaves no gap before the checkpoint of this step."""
+        with self._writing(step):
+            os.fsync(self.log_txt.fileno())
+            os.fsync(self.metrics_jsonl.fileno())
+
+    def close(self, finished=True):
+        """End the log. finished: whether the run is complete, which a new run of the same name must not overwrite."""
+        self.facts["finished"] = finished
+        try:
+            self._write_facts()
+        except OSError as error:
+            print(f"cannot write {self.folder}/config.json: {error.strerror}")
+        self.log_txt.close()
+        self.metrics_jsonl.close()
+        self.wandb.finish()
+        self._lock.close()
+
+    # ------------------------------------------------------------------------------------------------------------------
+    # The folder
+
+    def _earlier_facts(self, resumed):
+        """config.json of the run that the folder already holds, or None for a new folder.
+
+        Raises UserError for a folder that is not a run's, and for a run that must not be overwritten.
+        """
+        if all(path.name == LOCK or path.suffix == ".unfinished" for path in self.folder.iterdir()):
+            return None
+        facts = facts_of(self.folder)
+        if "finished" not in facts:
+            raise UserError(f"{self.folder} holds something else: choose another --run_name, or delete it")
+        own = resumed and resumed.resolve().parent == self.folder.resolve()
+        if not own and (facts["finished"] or checkpoints_of(self.folder)):
+            raise UserError(f"{self.folder} already holds a run: choose another --run_name, or delete it")
+        return facts
+
+    def _open(self, name, parse, training, earlier):
+        """(file, rows): a log opened for appending, and the parsed lines that it keeps from the earlier run."""
+        path = self.folder / name
+        lines = []
+        if earlier and path.exists():
+            if training:
+                if any(step_of(other) > training["step"] for other in checkpoints_of(self.folder)):
+                    # the run goes back to an older checkpoint
+                    shutil.copy(path, unused_name(path.with_name(name + ".abandoned")))
+                lines = path.read_text(errors="replace").splitlines(keepends=True)
+            else:  # the earlier run ended before its first checkpoint
+                path.rename(unused_name(path.with_name(name + ".old")))
+        rows = []
+        with atomic_write(path) as file:
+            for line in lines:
+                try:
+                    row = parse(line)
+                except (ValueError, KeyError, TypeError):
+                    continue  # an incomplete line: the earlier run ended while writing it
+                if row[0] < training["step"]:
+                    rows.append(row)
+                    file.write(line.encode())
+        return open(path, "a", buffering=1), rows  # line-buffered: a crash loses no complete line
+
+    def _write_facts(self):
+        write_json(self.folder / "config.json", self.facts)
+
+    # ------------------------------------------------------------------------------------------------------------------
+    # Lines
+
+    def _print(self, step, *columns):
+        print(" | ".join([f"step {step:5d}/{self.config.max_steps}", *columns]))
+
+    def _evaluation(self, step, tokens, line, values):
+        self._record(step, tokens, values, line)
+        page = {f"{prefix}/{name}": value for prefix in ("eval", "by_tokens") for name, value in values.items()}
+        self.wandb.log(step, page | dict(tokens=tokens))
+
+    def _record(self, step, tokens, values, line=""):
+        """Write values to metrics.jsonl and line to log.txt. Raises UserError when the disk is full."""
+        # JSON has no NaN and no infinity
+        values = {name: None if isinstance(v, float) and not math.isfinite(v) else v for name, v in values.items()}
+        with self._writing(step):
+            self.log_txt.write(line)
+            self.metrics_jsonl.write(json.dumps(dict(step=step, tokens=tokens, **values)) + "\n")
+
+    @contextlib.contextmanager
+    def _writing(self, step):
+        try:
+            yield
+        except OSError as error:
+            raise UserError(
+                f"cannot write the log in {self.folder} ({error.strerror}): stopped at step {step}; make room, then "
+                "start the same command with this --run_name"
+            ) from error
+
+    def _spike(self, loss):
+        """The loss's distance from the mean of the last losses, in standard deviations, if it is a spike, else None."""
+        losses = self._losses
+        spike = None
+        if len(losses) >= MIN_SPIKE_WINDOW and (deviation := statistics.pstdev(losses)):
+            distance = (loss - statistics.fmean(losses)) / deviation
+            spike = distance if distance > SPIKE else None
+        if math.isfinite(loss):
+            losses.append(loss)
+        return spike
+
+    def _seconds_left(self, step):
+        """Seconds to the end of the run, at the mean pace (evaluations and checkpoints included) since the end of this
+        process's first step, which compiles. None after that first step."""
+        now = time.perf_counter()
+        if self._first_end is None:
+            self._first_end = step, now
+            return None
+        first, end = self._first_end
+        return (now - end) / (step - first) * (self.config.max_steps - step - 1)
+
+
+def parse_log_line(line):
+    """(step, stream, value) of a line of log.txt. Raises ValueError for an incomplete line."""
+    step, stream, value = line.split()
+    return int(step), stream, float(value)
+
+
+def parse_metrics_line(line):
+    """(step,) of a line of metrics.jsonl. Raises ValueError, KeyError or TypeError for an incomplete line."""
+    return (int(json.loads(line)["step"]),)
+
+
+def duration(seconds):
+    """A duration in its two largest units, such as 4h52m or 3m10s."""
+    seconds = int(seconds)
+    if seconds >= 86400:
+        return f"{seconds // 86400}d{seconds % 86400 // 3600:02d}h"
+    if seconds >= 3600:
+        return f"{seconds // 3600}h{seconds % 3600 // 60:02d}m"
+    return f"{seconds // 60}m{seconds % 60:02d}s"

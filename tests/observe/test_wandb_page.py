@@ -1,0 +1,129 @@
+import torch
+
+from config import Config
+from observe.run_log import RunLog
+
+CPU = torch.device("cpu")
+
+
+def make_log(tmp_path, **flags):
+    return RunLog(Config(log_dir=str(tmp_path), run_name="run", **flags), CPU, 1, 1e9)
+
+
+def train_step(log, step, loss):
+    log.train_step(step, 100 * (step + 1), 100, loss, lr=1e-4, grad_norm=1.0, seconds=0.5)
+
+
+def fail(error):
+    def raise_error(*_, **__):
+        raise error
+
+    return raise_error
+
+
+def test_offline_needs_no_login_and_records_everything(tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    log = make_log(tmp_path, wandb="auto")
+    train_step(log, 0, 3.0)
+    log.validation(1, 100, 3.0, seconds=1.0)
+    log.hellaswag(1, 100, 0.2, 0.25, seconds=1.0)
+    log.samples(1, 100, ["Hello"])
+    run = log.wandb.run
+    assert run is not None and log.where_to_watch().startswith("wandb leet ")
+    assert run.config["lr"] == 6e-4 and "torch" in run.config
+    train_step(log, 2, 2.0)
+    summary = run.summary
+    assert summary["train/loss"] == 2.0 and summary["by_tokens/train_loss"] == 2.0 and summary["tokens"] == 300
+    assert summary["eval/val_loss"] == summary["by_tokens/val_loss"] == 3.0
+    assert summary["eval/hellaswag_acc"] == 0.2 and summary["by_tokens/hellaswag_acc_norm"] == 0.25
+    assert summary["train/step_ms"] == 500 and {"samples", "train/mfu"} & set(summary.keys()) == {"samples"}
+    log.close()
+    assert list((tmp_path / "run" / "wandb").glob("offline-run-*/*.wandb"))
+
+
+def test_disabled(tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    log = make_log(tmp_path, wandb="auto")
+    train_step(log, 0, 3.0)
+    log.samples(1, 100, ["Hello"])
+    assert log.wandb.run is None and log.where_to_watch() == f"{tmp_path}/run/metrics.jsonl"
+    assert log.facts["wandb_id"] is None
+    log.close()
+    assert not (tmp_path / "run" / "wandb").exists()
+
+
+def test_an_error_of_wandb_does_not_stop_training(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    log = make_log(tmp_path)
+    run = log.wandb.run
+    monkeypatch.setattr(run, "log", fail(ConnectionError("gone")))
+    train_step(log, 0, 3.0)
+    train_step(log, 1, 2.0)
+    log.samples(1, 100, ["Hello"])
+    assert capsys.readouterr().out.count("wandb run failed (ConnectionError: gone)") == 1
+    assert log.where_to_watch().endswith("metrics.jsonl")
+    log.close()
+    run.finish()
+    assert len((tmp_path / "run" / "log.txt").read_text().splitlines()) == 2
+
+
+def test_an_error_in_the_samples_table_does_not_stop_training(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    log = make_log(tmp_path)
+    run = log.wandb.run
+    monkeypatch.setattr(log.wandb._samples, "add_data", fail(ValueError("no table")))
+    log.samples(1, 100, ["Hello"])
+    assert "wandb run failed (ValueError: no table)" in capsys.readouterr().out
+    log.close()
+    run.finish()
+
+
+def test_a_dead_wandb_process_is_reported_once(tmp_path, monkeypatch, capsys):
+    import wandb
+
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    log = make_log(tmp_path)
+    torn_down = []
+    monkeypatch.setattr(wandb, "teardown", lambda: torn_down.append(True))
+    run, finish = log.wandb.run, log.wandb.run.finish
+    monkeypatch.setattr(run, "finish", fail(BrokenPipeError("no process")))
+    log.close()
+    assert "wandb run failed (BrokenPipeError: no process)" in capsys.readouterr().out and torn_down
+    finish()
+
+
+def test_without_a_network_it_goes_offline(tmp_path, monkeypatch, capsys):
+    import wandb
+
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    monkeypatch.setattr(wandb, "login", fail(ConnectionError("no route to host")))
+    log = make_log(tmp_path, wandb="online")
+    assert log.wandb.run.offline and "wandb online failed (ConnectionError" in capsys.readouterr().out
+    log.close()
+
+
+def test_without_a_login_it_goes_offline(tmp_path, monkeypatch, capsys):
+    import wandb
+
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    monkeypatch.setattr(wandb, "login", lambda prompt: prompt)  # it never asks
+    for choice, lines in (("online", 1), ("auto", 0)):
+        log = make_log(tmp_path / choice, wandb=choice)
+        assert log.wandb.run.offline and capsys.readouterr().out.count("wandb is not logged in") == lines
+        log.close()
+
+
+def test_a_resumed_run_keeps_its_page(tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    log = make_log(tmp_path)
+    facts = log.facts
+    assert facts["wandb_id"] == log.wandb.run.id
+    log.close(finished=False)
+    config = Config(log_dir=str(tmp_path), run_name="run")
+    checkpoint = tmp_path / "run" / "checkpoint_000002"
+    log = RunLog(config, CPU, 1, 1e9, checkpoint, dict(step=2, run=facts))
+    assert log.wandb.run.id == facts["wandb_id"]
+    log.close(finished=False)
+    log = RunLog(config, CPU, 1, 1e9)  # a new run
+    assert log.wandb.run.id != facts["wandb_id"]
+    log.close()
