@@ -237,7 +237,8 @@ def loop(trainer, loader, val_stream, hellaswag, checkpointer, log, tracer, star
         bad_steps = 0 if result.finite else bad_steps + 1
         if log:
             lr, seconds = learning_rate(step, config), time.perf_counter() - began
-            log.train_step(step, tokens, result, lr, seconds, bad_steps)
+            loss, norm, scale = result.loss, result.grad_norm, result.loss_scale
+            log.train_step(step, tokens, result.tokens, loss, lr, norm, seconds, scale, bad_steps)
         if tracer:
             tracer.step()
         step += 1
@@ -247,11 +248,11 @@ def loop(trainer, loader, val_stream, hellaswag, checkpointer, log, tracer, star
 
     checkpointer.finish(step, bad_steps)
     if log:
-        log.close(finished=not stopping)
-        print_summary(config, log, tokens)
         if stopping:
             signal = stop_signal.name or "a signal to another rank"
             print(f"{signal}: stopped before step {step}; {checkpointer.how_to_continue()}")
+        print_summary(config, log, tokens)
+        log.close(finished=not stopping)
         curves.draw_own(log.folder)
 
 

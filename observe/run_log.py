@@ -31,7 +31,8 @@ class RunLog:
     def __init__(self, config, device, world_size, flops_per_token, resumed=None, training=None):
         """resumed: the checkpoint that the run continues from; training: the contents of its training.json.
 
-        The logs keep the lines of the steps before the checkpoint's; the checkpoint's own step is evaluated again.
+        The logs keep the lines of the steps before the checkpoint's, and those evaluations of the checkpoint's own step
+        that are not due again.
         Raises UserError when the folder belongs to a finished or running run, or cannot be written.
         """
         self.config = config
@@ -172,13 +173,16 @@ class RunLog:
             else:  # the earlier run ended before its first checkpoint
                 path.rename(unused_name(path.with_name(name + ".old")))
         rows = []
+        every = dict(val=self.config.val_every, hella=self.config.hellaswag_every, samples=self.config.sample_every)
+        last = self.first_step == self.config.max_steps
+        again = {"train", *(name for name, steps in every.items() if steps and (last or self.first_step % steps == 0))}
         with atomic_write(path) as file:
             for line in lines:
                 try:
                     row = parse(line)
                 except (ValueError, KeyError, TypeError):
                     continue  # an incomplete line: the earlier run ended while writing it
-                if row[0] < training["step"]:
+                if row[0] < training["step"] or (row[0] == training["step"] and row[1] not in again):
                     rows.append(row)
                     file.write(line.encode())
         return open(path, "a", buffering=1), rows  # line-buffered: a crash loses no complete line
@@ -244,8 +248,10 @@ def parse_log_line(line):
 
 
 def parse_metrics_line(line):
-    """(step,) of a line of metrics.jsonl. Raises ValueError, KeyError or TypeError for an incomplete line."""
-    return (int(json.loads(line)["step"]),)
+    """(step, stream) of a line of metrics.jsonl. Raises ValueError, KeyError or TypeError for an incomplete line."""
+    values = json.loads(line)
+    streams = dict(train_loss="train", val_loss="val", hellaswag_acc="hella", samples="samples")
+    return int(values["step"]), next((stream for key, stream in streams.items() if key in values), None)
 
 
 def duration(seconds):
