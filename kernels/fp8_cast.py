@@ -123,8 +123,7 @@ def bias_gelu_backward_kernel(
     grad_c *= derivative
     _, derivative = gelu_and_derivative(d + shift)
     grad_d *= derivative
-    column_sums = tl.sum((grad_a + grad_b) + (grad_c + grad_d), 0)
-    tl.store(sums + tl.program_id(0) * C + column, column_sums, mask=column < C)
+    tl.store(sums + tl.program_id(0) * C + column, tl.sum((grad_a + grad_b) + (grad_c + grad_d), 0), mask=column < C)
     store_quads(grad_a, grad_b, grad_c, grad_d, dh8, dh8_t, scale, amax, quad, column, N, N_quads, C)
 
 
