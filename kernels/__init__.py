@@ -1,1 +1,1 @@
-"""Kernels beside PyTorch's own, and the libraries that they call."""
+"""Operators that PyTorch does not have, one file each. Triton and cuDNN are imported only by files that need them."""

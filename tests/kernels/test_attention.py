@@ -1,19 +1,19 @@
-"""Packed attention against the plain path, on a GPU with cuDNN's front end."""
+"""Attention on packed q, k and v, on a GPU with cuDNN's front end."""
 
 import pytest
 import torch
 from test_model import SIZES, batch
 
+from common.cli import UserError
 from model import GPT, GPTConfig
 
-pytest.importorskip("cudnn", reason="needs nvidia-cudnn-frontend")
-if not torch.cuda.is_available():
-    pytest.skip("needs a GPU", allow_module_level=True)
+cudnn = pytest.importorskip("cudnn", reason="needs nvidia-cudnn-frontend")
+from kernels import attention  # noqa: E402
 
-import attention  # noqa: E402
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 
-def run(x, y, **options):
+def loss_and_gradients(x, y, **options):
     torch.manual_seed(1)
     model = GPT(GPTConfig(**(SIZES | dict(n_embd=128, n_head=2)), **options)).cuda()
     with torch.autocast("cuda", torch.bfloat16):
@@ -22,15 +22,17 @@ def run(x, y, **options):
     return loss.item(), {name: parameter.grad for name, parameter in model.named_parameters()}
 
 
-def test_packed_attention_is_the_same():
+@needs_gpu
+def test_model_is_the_same():
     x, y = (tensor.cuda() for tensor in batch())
-    expected, gradients = run(x, y)
-    loss, found = run(x, y, packed_qkv=True)
+    expected, gradients = loss_and_gradients(x, y)
+    loss, found = loss_and_gradients(x, y, packed_qkv=True)
     assert loss == pytest.approx(expected, rel=1e-4)
     for name, gradient in gradients.items():
         assert (found[name] - gradient).norm() < 2e-2 * gradient.norm(), name
 
 
+@needs_gpu
 @pytest.mark.parametrize("dtype, tolerance", [(torch.bfloat16, 1e-2), (torch.float16, 2e-3)])
 @pytest.mark.parametrize("B, T, heads, width", [(2, 1024, 12, 64), (3, 37, 2, 64), (1, 200, 5, 32), (2, 129, 3, 128)])
 def test_against_float64(B, T, heads, width, dtype, tolerance):
@@ -40,10 +42,44 @@ def test_against_float64(B, T, heads, width, dtype, tolerance):
     y, _ = attention.packed_qkv(leaf, heads)
     y.backward(dy)
     q, k, v = (part.unflatten(2, (heads, width)).transpose(1, 2) for part in exact.chunk(3, dim=2))
-    scores = (q @ k.transpose(2, 3) / width**0.5).masked_fill(
-        ~torch.ones(T, T, device="cuda").tril().bool(), -torch.inf
-    )
+    future = torch.ones(T, T, device="cuda", dtype=torch.bool).triu(1)
+    scores = (q @ k.transpose(2, 3) / width**0.5).masked_fill(future, -torch.inf)
     expected = (scores.softmax(3) @ v).transpose(1, 2).flatten(2)
     expected.backward(dy.double())
     for found, reference in ((y, expected), (leaf.grad, exact.grad)):
         assert (found.double() - reference).norm() < tolerance * reference.norm()
+
+
+@needs_gpu
+def test_operator_registration():
+    """Shapes, dtypes and strides of the fake kernels, and no output aliases an input."""
+    checks = ("test_schema", "test_faketensor", "test_autograd_registration")
+    qkv = torch.randn(2, 64, 3 * 128, device="cuda").bfloat16()
+    for leaf in (qkv, qkv.clone().requires_grad_()):
+        torch.library.opcheck(attention.packed_qkv, (leaf, 2), test_utils=checks)
+    y, stats = attention.packed_qkv(qkv, 2)
+    torch.library.opcheck(attention.packed_qkv_backward, (torch.randn_like(y), qkv, y, stats, 2), test_utils=checks)
+
+
+@needs_gpu
+def test_unsupported_head_width():
+    with pytest.raises(UserError, match=r"2 heads of width 20, .*multiple of 8.*: use --no_packed_qkv$"):
+        attention.packed_qkv(torch.randn(1, 64, 3 * 40, device="cuda").bfloat16(), 2)
+
+
+def test_cudnn_error_is_one_line(monkeypatch):
+    def refuse(*_):
+        raise cudnn.cudnnGraphNotSupportedError("no engine for this graph.\nmore lines")
+
+    monkeypatch.setattr(attention, "plan", refuse)
+    with pytest.raises(UserError) as caught:
+        attention.packed_qkv(torch.randn(1, 64, 3 * 16).bfloat16(), 2)
+    assert str(caught.value) == (
+        "cuDNN has no attention for 2 heads of width 8, 1 sequences of 64 tokens (no engine for this graph): "
+        "use --no_packed_qkv"
+    )
+
+
+def test_float32_is_an_error():
+    with pytest.raises(ValueError, match="bfloat16 or float16, not torch.float32: use autocast"):
+        attention.packed_qkv(torch.randn(1, 64, 3 * 16), 2)

@@ -1,0 +1,115 @@
+"""GEMMs by cuBLASLt against float64, on a GPU."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from kernels import cublaslt
+
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+needs_hopper = pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() < (9, 0), reason="needs a Hopper GPU"
+)
+FP8 = torch.float8_e4m3fn
+
+
+def normal(*shape, dtype=torch.float32, scale=1.0):
+    return (scale * torch.randn(*shape, device="cuda")).to(dtype)
+
+
+def error(one, other):
+    return ((one.double() - other).norm() / other.norm()).item()
+
+
+def test_cpu_tensors_are_not_supported():
+    a = torch.ones(64, 64, dtype=torch.bfloat16)
+    assert not cublaslt.gemm(a, a, torch.empty_like(a))
+
+
+@needs_gpu
+def test_unaligned_tensors_are_not_supported():
+    a, b = normal(64, 72, dtype=torch.bfloat16)[:, 3:67], normal(64, 32, dtype=torch.bfloat16)
+    assert not cublaslt.gemm(a, b, a.new_empty(64, 32))
+
+
+@needs_gpu
+@pytest.mark.parametrize("dtype, tolerance", [(torch.bfloat16, 3e-3), (torch.float16, 5e-4)])
+@pytest.mark.parametrize("N, K, M", [(64, 128, 256), (96, 768, 3072), (1000, 64, 40)])
+def test_row_major_and_transposed_inputs(N, K, M, dtype, tolerance):
+    a, b, bias = normal(N, K, dtype=dtype), normal(K, M, dtype=dtype), normal(M, dtype=dtype)
+    out = a.new_empty(N, M)
+    for one in (a, a.t().contiguous().t()):
+        for other in (b, b.t().contiguous().t()):
+            assert cublaslt.gemm(one, other, out)
+            assert error(out, a.double() @ b.double()) < tolerance
+            assert cublaslt.gemm(one, other, out, bias=bias)
+            assert error(out, a.double() @ b.double() + bias.double()) < tolerance
+
+
+@needs_gpu
+def test_gelu_epilogues():
+    """On a GPU cuBLASLt computes the MLP's two epilogues; kernels/mlp.py does not fall back to PyTorch."""
+    x, w1, b1 = (normal(*shape, dtype=torch.bfloat16) for shape in ((512, 768), (3072, 768), (3072,)))
+    w1 *= 768**-0.5
+    w2, dy = normal(768, 3072, dtype=torch.bfloat16, scale=3072**-0.5), normal(512, 768, dtype=torch.bfloat16)
+    h, out = (x.new_empty(512, 3072) for _ in range(2))
+    assert cublaslt.gemm(x, w1.t(), out, cublaslt.GELU_AUX, bias=b1, aux=h)
+    expected = x.double() @ w1.double().t() + b1.double()
+    assert error(h, expected) < 3e-3 and error(out, F.gelu(expected, approximate="tanh")) < 3e-3
+    assert cublaslt.gemm(dy, w2, out, cublaslt.DGELU, aux=h)
+    expected = torch.ops.aten.gelu_backward(dy.double() @ w2.double(), h.double(), approximate="tanh")
+    assert error(out, expected) < 3e-3
+
+
+@needs_hopper
+@pytest.mark.parametrize("fast_accumulation, tolerance", [(True, 2e-2), (False, 3e-3)])
+def test_float8(fast_accumulation, tolerance):
+    a, b = normal(512, 768, dtype=FP8), normal(256, 768, dtype=FP8)
+    scales = dict(scale_a=torch.tensor(0.5, device="cuda"), scale_b=torch.tensor(3.0, device="cuda"))
+    out = torch.empty(512, 256, device="cuda", dtype=torch.bfloat16)
+    assert cublaslt.gemm(a, b.t(), out, fast_accumulation=fast_accumulation, **scales)
+    assert error(out, 1.5 * a.double() @ b.double().t()) < tolerance
+
+
+@needs_hopper
+@pytest.mark.parametrize(
+    "N, K, M, dtype, bias, fast_accumulation",
+    [
+        (8192, 768, 3072, torch.bfloat16, False, True),  # c_fc
+        (8192, 3072, 768, torch.bfloat16, True, True),  # c_proj
+        (8192, 3072, 768, torch.bfloat16, False, False),  # the gradient of c_fc's input
+        (3072, 8192, 768, torch.float32, False, False),  # the gradient of c_fc's weight
+    ],
+)
+def test_tuning_changes_no_bit(N, K, M, dtype, bias, fast_accumulation, monkeypatch):
+    """Of GEMMs as training has them, on other values than those of the measurement."""
+    out = torch.empty(N, M, device="cuda", dtype=dtype)
+    scales = dict(scale_a=torch.tensor(0.5, device="cuda"), scale_b=torch.tensor(3.0, device="cuda"))
+
+    def gemm(seed):
+        torch.manual_seed(seed)
+        a, b = normal(N, K, dtype=FP8), normal(M, K, dtype=FP8)
+        options = dict(bias=normal(M, dtype=dtype) if bias else None, fast_accumulation=fast_accumulation)
+        assert cublaslt.gemm(a, b.t(), out, **scales, **options)
+        return out.clone()
+
+    events = []
+    monkeypatch.setattr(torch.cuda, "Event", lambda real=torch.cuda.Event, **kw: events.append(1) or real(**kw))
+    monkeypatch.setattr(cublaslt, "plans", {})
+    gemm(seed=1)
+    assert events  # it was timed
+    tuned = gemm(seed=2)
+    monkeypatch.setattr(cublaslt, "plans", {})
+    monkeypatch.setattr(cublaslt, "MIN_TUNED_SIZE", float("inf"))
+    assert torch.equal(tuned, gemm(seed=2))
+
+
+@needs_gpu
+def test_16_bit_gemms_are_not_timed(monkeypatch):
+    def event(**_):
+        raise AssertionError("a GEMM was timed")
+
+    monkeypatch.setattr(torch.cuda, "Event", event)
+    monkeypatch.setattr(cublaslt, "plans", {})
+    a, b = normal(4096, 768, dtype=torch.bfloat16), normal(768, 3072, dtype=torch.bfloat16)
+    assert cublaslt.gemm(a, b, a.new_empty(4096, 3072))
