@@ -82,9 +82,10 @@ def cudnn_frontend(config, distributed):
         return "it needs --flash and --autocast"
     if torch.cuda.get_device_capability(distributed.device) < (8, 0):
         return f"{torch.cuda.get_device_name(distributed.device)} is older than Ampere"
+    widest = 128 if torch.cuda.get_device_capability(distributed.device) < (9, 0) else 256
     head_width = config.n_embd // config.n_head if config.n_embd else 64  # unknown before --init_from is read
-    if head_width % 8 or head_width > 128:
-        return f"cuDNN needs a head width that is a multiple of 8, 128 at most, and it is {head_width}"
+    if head_width % 8 or head_width > widest:
+        return f"cuDNN needs a head width that is a multiple of 8, {widest} at most, and it is {head_width}"
     return missing_package("cudnn", "nvidia-cudnn-frontend")
 
 
