@@ -97,8 +97,10 @@ def parse(flags_type, default=None, hints=None):
             return tyro.cli(flags_type, default=default, use_underscores=True)
         default = vars(default or flags_type())
         sections = {group: group(**{f.name: default[f.name] for f in dataclasses.fields(group)}) for group in groups}
+        title = lambda group: tyro.conf.arg(name=group.TITLE)  # noqa: E731
         nested = dataclasses.make_dataclass(
-            "Flags", [(group.TITLE, tyro.conf.OmitArgPrefixes[group]) for group in groups]
+            "Flags",
+            [(g.__name__, typing.Annotated[tyro.conf.OmitArgPrefixes[g], title(g)]) for g in groups],
         )
         nested.__doc__ = flags_type.__doc__
         parsed = tyro.cli(nested, default=nested(*sections.values()), use_underscores=True)
