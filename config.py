@@ -39,15 +39,13 @@ class Basics:
     max_steps: int = 19073
     """Training steps; the default is one epoch of 10B tokens."""
     micro_batch_size: int | None = None
-    """Sequences in one forward and backward of a device; by default what fits. Changes speed and memory only (but see
-    batch_warmup_steps)."""
+    """Sequences in one forward and backward of a device; by default what fits. Changes speed and memory only."""
     lr: float = 6e-4
     """Peak learning rate."""
     run_name: str | None = None
     """Folder of the run in log_dir, and its name on wandb; by default the model and the time of day."""
     resume: str = "auto"
-    """auto: continue from the newest checkpoint of the run that --run_name names, if it has one. never: do not. A path:
-    a checkpoint, or a run, which continues from its newest."""
+    """auto: continue the run that --run_name names, if it has a checkpoint. never. A path: of a checkpoint or a run."""
     wandb: Literal["auto", "online", "offline", "disabled"] = "auto"
     """auto: online if wandb is logged in, else offline."""
     ladder: bool = False
@@ -91,7 +89,7 @@ Switches = make_dataclass(
 
 @dataclass
 class Speed(Switches):
-    """What computes, and in which precision: the optimizations of optimizations.py."""
+    """The optimizations of optimizations.py, and the device."""
 
     TITLE = "precision and speed"
 
@@ -126,7 +124,7 @@ class Recipe:
     grad_clip: float = 1.0
     """Clip the gradient to this norm; 0 is off."""
     batch_warmup_steps: int = 0
-    """Steps in which the batch grows from one micro-batch a device to total_batch_size, as GPT-3's did; 0 is off."""
+    """Steps in which the batch grows from one micro-batch a device, as GPT-3's did; 0 is off."""
 
 
 @dataclass
@@ -136,8 +134,8 @@ class SeveralGPUs:
     TITLE = "several GPUs"
 
     parallel: Literal["ddp", "zero2", "zero3", "hsdp"] = "ddp"
-    """What each GPU holds. ddp: everything. zero2: all weights in bf16, a shard of gradients and optimizer state.
-    zero3: a shard of everything. hsdp: a shard of the copy that each machine holds."""
+    """What a GPU holds. ddp: everything. zero2: all weights in bf16, a shard of gradients and optimizer state.
+    zero3: a shard of everything. hsdp: a shard of its machine's copy."""
     shard_ranks: int | None = None
     """Ranks that share one copy of the weights with hsdp; by default those of a machine."""
     activation_checkpointing: Literal["off", "full", "selective"] = "off"
@@ -206,11 +204,9 @@ class Measuring:
         ),
     ] = "all"
     ladder_steps: int = 20
-    """Steps measured on each rung, and in each cell of a sweep, after a few that warm up. They replace max_steps, and
-    there are no evaluations and no checkpoints."""
+    """Steps measured on each rung or cell of a sweep, after a few that warm up: no evaluations, no checkpoints."""
     profile: int = 0
-    """Trace this many steps with PyTorch's profiler, after the first ones, and print where their time went; 0 is
-    off."""
+    """Trace this many steps with PyTorch's profiler and print where their time went; 0 is off."""
 
 
 GROUPS = (Basics, Model, Data, Speed, Recipe, SeveralGPUs, Evaluation, Checkpoints, Logging, Measuring)
