@@ -95,17 +95,22 @@ def local(tensor):
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def load(folder, targets, optional=()):
-    """Copy a checkpoint's tensors into targets, {name: tensor or DTensor} on any device, of which each rank reads its
-    part. Those of the embedding may have more rows than what was saved, or fewer: pad_vocab's.
+def saved_names(folder):
+    """The names of all tensors in a checkpoint."""
+    return HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata.keys()
 
-    Those of the names in `optional` that are there are returned, as new tensors on the CPU.
-    Raises UserError when one is missing or has another shape.
+
+def load(folder, targets, optional=()):
+    """Copy a checkpoint's tensors into targets, {name: tensor or DTensor} on any device; each rank reads its part.
+
+    A tensor of the embedding table may have more or fewer padding rows than the saved one (pad_vocab).
+    Returns the tensors of the names in `optional` that the checkpoint has, as new CPU tensors.
+    Raises UserError if a tensor is missing or has another shape.
     """
     reader = HuggingFaceStorageReader(str(folder))
     saved = reader.read_metadata().state_dict_metadata
     if missing := targets.keys() - saved.keys():
-        raise UserError(f"{folder} has no {min(missing)}: it is another model's")
+        raise UserError(f"{folder} has no {min(missing)}: another model or another optimizer wrote it")
     for name in targets:
         if sum(math.prod(piece.sizes) for piece in saved[name].chunks) < math.prod(saved[name].size):
             raise UserError(f"{folder} lacks a piece of {name}")
@@ -116,14 +121,14 @@ def load(folder, targets, optional=()):
     for name, target in padded.items():
         if not name.endswith("wte.weight") or target.shape[1:] != saved[name].size[1:]:
             raise UserError(f"{name} is {tuple(saved[name].size)} in {folder}, {tuple(target.shape)} in the model")
-    whole = {name: torch.empty(saved[name].size) for name in padded}
+    unpadded = {name: torch.empty(saved[name].size) for name in padded}
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one process is enough
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # resuming on one process is fine
         try:
-            dcp.load({**targets, **found, **whole}, storage_reader=reader, no_dist=not dist.is_initialized())
+            dcp.load({**targets, **found, **unpadded}, storage_reader=reader, no_dist=not dist.is_initialized())
         except CheckpointException as raised:
             raise UserError(f"cannot read {folder}: {first_failure(raised)}") from raised
     for name, target in padded.items():
-        rows = whole[name][: len(target)]
+        rows = unpadded[name][: len(target)]
         fill(target, F.pad(rows, (0, 0, 0, len(target) - len(rows))))
     return found

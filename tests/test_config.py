@@ -100,7 +100,7 @@ def test_without_a_compiler_it_runs_uncompiled(monkeypatch):
         ("--peak_tflops 0", 1, dict(peak_tflops=0)),
         ("--seed 9223372036854775808", 1, dict(seed=2**63)),
         ("--shard_ranks is for --parallel hsdp, this is zero3", 4, dict(parallel="zero3", shard_ranks=2)),
-        ("--shard_ranks 3 does not divide the 4 ranks", 4, dict(parallel="hsdp", shard_ranks=3)),
+        ("--shard_ranks 3 does not divide 4 ranks", 4, dict(parallel="hsdp", shard_ranks=3)),
         ("needs --parallel ddp, not zero3", 2, dict(parallel="zero3", autocast="fp16")),
         ("--grad_clip -1", 1, dict(grad_clip=-1)),
         ("--beta2 1", 1, dict(beta2=1)),

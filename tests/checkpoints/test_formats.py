@@ -63,7 +63,7 @@ def test_build_nanogpts(tmp_path, monkeypatch, command):
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
     torch.testing.assert_close(theirs(x).logits, model(x), rtol=1e-4, atol=1e-4)
     assert AutoTokenizer.from_pretrained(tmp_path / "out")("Hello world")["input_ids"] == [15496, 995]
-    expect_error(command("export.py", "model_00005.pt", "out"), "there already")
+    expect_error(command("export.py", "model_00005.pt", "out"), "already exists")
     expect_error(command("export.py", "nothing.pt", "other"), "nothing.pt")
     assert not (tmp_path / "other").exists()
 
