@@ -1,18 +1,19 @@
-"""A model as a Hugging Face folder: config, weights, tokenizer. `transformers` and evaluation harnesses load it.
+"""Write a model as a Hugging Face folder (config, weights, tokenizer) for `transformers` and evaluation harnesses.
 
     python export.py log/RUN/checkpoint_019073 my-gpt2
-    python export.py out/ckpt.pt my-gpt2                # nanoGPT's or build-nanogpt's checkpoint
+    python export.py out/ckpt.pt my-gpt2                # a checkpoint of nanoGPT or build-nanogpt
 
-A checkpoint is such a folder already; this leaves out what only training needs.
+A checkpoint of this project is such a folder already; the export leaves out the training state.
 """
 
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 import tyro
 
-from checkpoints import checkpoint
+from checkpoints.load import load_model
 from common.cli import UserError, parse, run
 from data.tokenizer import save_tokenizer
 
@@ -21,9 +22,9 @@ from data.tokenizer import save_tokenizer
 class Flags:
     """Write a GPT-2 as a Hugging Face folder."""
 
-    model: tyro.conf.Positional[str]
+    model: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="MODEL")]
     """A checkpoint, a Hugging Face folder, a name on its hub such as gpt2, or a .pt of nanoGPT or build-nanogpt."""
-    out: tyro.conf.Positional[str]
+    out: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="OUT")]
     """The folder to write."""
 
 
@@ -31,9 +32,9 @@ def main():
     flags = parse(Flags)
     out = Path(flags.out)
     if out.exists():
-        raise UserError(f"{out} is there already: choose another name, or delete it")
-    model = checkpoint.load_model(flags.model)
-    unfinished = out.with_name(out.name + ".unfinished")
+        raise UserError(f"{out} already exists: choose another name, or delete it")
+    model = load_model(flags.model)
+    unfinished = out.with_name(out.name + ".unfinished")  # renamed when complete
     try:
         shutil.rmtree(unfinished, ignore_errors=True)
         unfinished.mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""Files that are there whole or not at all, and their hashes."""
+"""Atomic writes, SHA-256 digests and flushing to disk."""
 
 import contextlib
 import hashlib
@@ -8,8 +8,11 @@ from pathlib import Path
 
 
 @contextlib.contextmanager
-def whole(path):
-    """A binary file to write, which appears at path when it is complete and on disk."""
+def atomic_write(path):
+    """Open a binary file for writing that replaces `path` when the block ends without an error.
+
+    The file is flushed to disk and then renamed, so `path` always is the old file or the complete new one.
+    """
     unfinished = Path(path).with_name(Path(path).name + ".unfinished")
     with open(unfinished, "wb") as file:
         yield file
@@ -19,12 +22,13 @@ def whole(path):
 
 
 def write_json(path, content):
-    with whole(path) as file:
+    """Write `content` as indented JSON, atomically."""
+    with atomic_write(path) as file:
         file.write((json.dumps(content, indent=2) + "\n").encode())
 
 
 def digest(path):
-    """A file's SHA-256."""
+    """The SHA-256 of a file, in hexadecimal."""
     result = hashlib.sha256()
     with open(path, "rb") as file:
         while block := file.read(2**24):
@@ -33,7 +37,7 @@ def digest(path):
 
 
 def flush_to_disk(path):
-    """Return when the file, or the folder's list of names, would survive a power failure."""
+    """fsync a file, or a folder's list of names; on return it survives a power failure."""
     descriptor = os.open(path, os.O_RDONLY)
     os.fsync(descriptor)
     os.close(descriptor)

@@ -1,4 +1,4 @@
-"""Ctrl-C, SIGTERM, SIGUSR1, a terminal that goes away: a request to stop soon, with everything saved."""
+"""Signals that ask training to stop: Ctrl-C, SIGTERM, SIGUSR1 and SIGHUP."""
 
 import contextlib
 import os
@@ -8,29 +8,31 @@ import time
 
 
 class StopSignal:
-    """Notes the first signal for training to see; a second Ctrl-C ends it at once.
+    """Records the first stop signal in `name`; the training loop reads `name`, saves and stops.
 
-    SIGTERM is what spot machines and SLURM send before they take the machine away, SIGUSR1 what people have SLURM send
-    (--signal). torchrun passes Ctrl-C on to processes that the terminal has told already: that is one, not two.
+    SLURM and spot machines send SIGTERM before they end a job; SIGUSR1 is the usual choice for SLURM's --signal; SIGHUP
+    comes from a closed terminal. A second Ctrl-C ends the process at once. Two within one second count as one, because
+    a launcher may forward the Ctrl-C that the terminal has already delivered.
     """
 
     def __init__(self):
-        self.name = None  # of the signal that came
-        self._when = 0.0
+        self.name = None  # name of the first signal, such as "SIGTERM"
+        self._time = 0.0
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
-            if signal.getsignal(number) != signal.SIG_IGN:  # nohup's wish
-                signal.signal(number, self._note)
+            if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
+                signal.signal(number, self._handle)
 
-    def _note(self, number, _):
-        if self.name and number == signal.SIGINT and time.monotonic() - self._when > 1:
-            print("interrupted", file=sys.stderr, flush=True)
-            os._exit(130)  # 128 + SIGINT; without waiting for a checkpoint that is being written
-        if not self.name:
-            self.name, self._when = signal.Signals(number).name, time.monotonic()
-            if os.environ.get("RANK", "0") == "0":
-                # under torchrun Ctrl-C does not come here, and the second one makes torchrun send SIGTERM
-                torchrun = "TORCHELASTIC_RUN_ID" in os.environ
-                hint = "" if torchrun else "; Ctrl-C again ends at once, and saves nothing"
-                # not print, which may be what was interrupted; and whoever reads it may have got the signal, too
-                with contextlib.suppress(OSError):
-                    os.write(2, f"{self.name}: stopping{hint}\n".encode())
+    def _handle(self, number, _):
+        if self.name:
+            if number == signal.SIGINT and time.monotonic() - self._time > 1:
+                print("interrupted", file=sys.stderr, flush=True)
+                os._exit(130)  # 128 + SIGINT; does not wait for a checkpoint that is being written
+            return
+        self.name, self._time = signal.Signals(number).name, time.monotonic()
+        if os.environ.get("RANK", "0") == "0":
+            # torchrun turns a second Ctrl-C into SIGTERM, so the hint would be wrong there
+            torchrun = "TORCHELASTIC_RUN_ID" in os.environ
+            hint = "" if torchrun else "; Ctrl-C again ends at once, and saves nothing"
+            # print() is not reentrant; the reader of the pipe may be gone
+            with contextlib.suppress(OSError):
+                os.write(2, f"{self.name}: stopping{hint}\n".encode())

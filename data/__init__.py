@@ -1,1 +1,1 @@
-"""Tokens on disk, the order in which training reads them, the tokenizer."""
+"""Shards of tokens, the loader that feeds a rank, the tokenizer and the demo's corpus."""

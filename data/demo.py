@@ -1,6 +1,6 @@
-"""The demo's corpus: text that ships with every Python, tokenized into shards. No network.
+"""The demo's corpus, made from text that ships with Python: no network needed.
 
-A document is one of pydoc's topics, or one module's docstrings.
+A document is one of pydoc's help topics, or all docstrings of one module of the standard library.
 """
 
 import ast
@@ -18,48 +18,53 @@ SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to
 
 
 def read_documents():
-    """Yield (name, text) of every document, in a fixed order. Nothing is imported but pydoc's topics."""
+    """Yield (name, text) of every document in a fixed order. Modules are parsed, not imported."""
     try:
         from pydoc_data.topics import topics
     except ImportError:
-        topics = {}  # some distributions package it apart
+        topics = {}  # a separate package in some Linux distributions
     for name, text in sorted(topics.items()):
         yield f"topic {name}", text
-    root = Path(sysconfig.get_paths()["stdlib"])
-    paths = [path for path in sorted(root.rglob("*.py")) if not SKIPPED & set(path.relative_to(root).parts)]
+    library = Path(sysconfig.get_paths()["stdlib"])
+    paths = [path for path in sorted(library.rglob("*.py")) if not SKIPPED & set(path.relative_to(library).parts)]
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     for path in tqdm(paths, desc="reading docstrings", leave=False):
         try:
             tree = ast.parse(path.read_bytes())
         except SyntaxError:
-            continue  # lib2to3's Python 2 grammar tests and the like
-        kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-        texts = [ast.get_docstring(node) for node in ast.walk(tree) if isinstance(node, kinds)]
-        if text := "\n\n".join(filter(None, texts)):
-            yield str(path.relative_to(root)), text
+            continue  # templates and files for other versions of Python
+        docstrings = [ast.get_docstring(node) for node in ast.walk(tree) if isinstance(node, documented)]
+        if text := "\n\n".join(filter(None, docstrings)):
+            yield str(path.relative_to(library)), text
 
 
 def make_data(data_dir):
-    """Write the corpus into data_dir, unless it is there. A hash of its name picks a tenth of documents to validate."""
+    """Write the corpus to data_dir as one validation and one training shard, unless both exist.
+
+    A hash of its name assigns a document to validation with probability 1/10. Raises UserError if data_dir has other
+    shards or cannot be written, or if Python's library has no source.
+    """
     paths = {"val": Path(data_dir) / "demo_val_000000.npy", "train": Path(data_dir) / "demo_train_000001.npy"}
     if all(path.exists() for path in paths.values()):
         return
     if others := set(Path(data_dir).glob("*.npy")) - set(paths.values()):
-        raise UserError(f"{data_dir} already holds {len(others)} other shards: the demo needs a --data_dir of its own")
-    split = {"val": [], "train": []}
+        raise UserError(f"{data_dir} already holds {len(others)} other shards: give --demo another --data_dir")
+    texts = {"val": [], "train": []}
     for name, text in read_documents():
-        digest = hashlib.sha256(name.encode()).digest()
-        split["val" if digest[0] < 26 else "train"].append(text)
-    if not split["val"] or not split["train"]:
+        first_byte = hashlib.sha256(name.encode()).digest()[0]
+        texts["val" if first_byte < 26 else "train"].append(text)
+    if not texts["val"] or not texts["train"]:
         raise UserError(
-            f"no docstrings in {sysconfig.get_paths()['stdlib']}: this Python ships without its library's source"
+            f"--demo needs Python's library as source, but {sysconfig.get_paths()['stdlib']} has no docstrings: use "
+            "another Python, or make data with fineweb.py"
         )
-    for name, texts in split.items():
-        tokens = tokenize(texts)
+    for split, path in paths.items():
+        tokens = tokenize(texts[split])
         try:
-            Path(data_dir).mkdir(parents=True, exist_ok=True)
-            write_shard(paths[name], tokens)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_shard(path, tokens)
         except OSError as error:
             raise UserError(
                 f"cannot write the demo's data in {data_dir} ({error}): choose another --data_dir"
             ) from error
-        print(f"demo corpus, {name}: {len(texts)} documents, {len(tokens):,} tokens")
+        print(f"demo corpus, {split}: {len(texts[split])} documents, {len(tokens):,} tokens in {path}")

@@ -1,26 +1,35 @@
-"""The one order in which training reads the tokens of its shards, and the loader that feeds a rank."""
+"""The order in which training reads tokens, and the loader that gives each rank its micro-batches."""
 
 import collections
 from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from common.cli import UserError
-from data.shards import check_ids
+from data.shards import check_token_ids, open_shards
 from data.tokenizer import END_OF_TEXT
 
-# Shards whose documents are shuffled together. A window of the usual 100M-token shards is indexed in about a second
-# and lies in 1.6 GB of page cache; all of FineWeb-Edu 10BT at once would take 20 GB and a full read before step 0.
+# Shards that are shuffled together. Indexing 8 shards of 100M tokens takes about a second and 1.6 GB of page cache; all
+# of FineWeb-Edu 10BT at once would need 20 GB and a full read before the first step.
 SHUFFLE_WINDOW = 8
 
 
-class TokenStream:
-    """The tokens of some shards as one endless sequence, epoch after epoch, that can be read from any position.
+class Documents(NamedTuple):
+    """The documents of a window in reading order, one row each."""
 
-    With shuffle, each epoch takes the shards in an order drawn from the seed, SHUFFLE_WINDOW of them at a time, and
-    the documents of such a window in an order drawn from the seed. Every token comes once an epoch. (The pieces of a
-    document that a shard's end cuts in two count as two documents.) Without shuffle: the shards as they lie.
+    shard: np.ndarray  # (documents,) index of the shard
+    start: np.ndarray  # (documents,) first token within that shard
+    end: np.ndarray  # (documents,) tokens of the window up to the document's end
+
+
+class TokenStream:
+    """The tokens of a list of shards as one endless sequence, epoch after epoch, readable from any position.
+
+    With shuffle, each epoch draws an order of the shards from the seed, takes SHUFFLE_WINDOW shards at a time, and
+    shuffles the documents of each window. Every token appears once an epoch. A document that continues in the next
+    shard counts as two documents. Without shuffle, the shards are read in order.
     """
 
     def __init__(self, shards, seed=0, shuffle=False):
@@ -28,39 +37,43 @@ class TokenStream:
         self.seed = seed
         self.shuffle = shuffle
         self.total = sum(len(shard) for shard in shards)  # tokens in an epoch
-        self._index = (None, None)  # the window last read, and its documents
+        self._window = None  # (epoch, shards) that self._documents describes
+        self._documents = None
 
     def read(self, position, count):
-        """`count` tokens from `position` on, both in tokens since the start of the first epoch: (count,) uint16."""
+        """Tokens [position, position + count) of the stream: (count,) uint16. Position 0 is the first epoch's start.
+
+        Raises UserError if a token is outside GPT-2's vocabulary.
+        """
         tokens = np.empty(count, dtype=np.uint16)
         filled = 0
         while filled < count:
-            filled += self._read_some(position + filled, tokens[filled:])
+            filled += self._read_window(position + filled, tokens[filled:])
         return tokens
 
-    def _read_some(self, position, out):
-        """Fill the start of `out` with what the window at `position` still has; returns how many tokens that was."""
+    def _read_window(self, position, out):
+        """Fill `out` from `position` on, up to the end of that window. Returns the number of tokens read."""
         epoch, offset = divmod(position, self.total)
-        shards, offset = self._find_window(epoch, offset)
-        key = (epoch, tuple(shards))
-        if self._index[0] != key:
-            self._index = (key, self._order_documents(epoch, shards))
-        shard_of, start, ends = self._index[1]
+        window, offset = self._find_window(epoch, offset)
+        if self._window != (epoch, window):
+            self._documents = self._order_documents(epoch, window)
+            self._window = (epoch, window)
+        documents = self._documents
         filled = 0
-        document = int(np.searchsorted(ends, offset, side="right"))
-        while filled < len(out) and document < len(ends):
-            skip = offset + filled - (ends[document - 1] if document else 0)  # tokens of this document already read
-            n = min(int(ends[document] - offset - filled), len(out) - filled)
-            first = start[document] + skip
-            shard = self.shards[shard_of[document]]
+        i = int(np.searchsorted(documents.end, offset, side="right"))  # the document that holds token `offset`
+        while filled < len(out) and i < len(documents.end):
+            begin = int(documents.end[i - 1]) if i else 0  # of the document, within the window
+            first = documents.start[i] + offset + filled - begin  # within the shard
+            n = min(int(documents.end[i]) - offset - filled, len(out) - filled)
+            shard = self.shards[documents.shard[i]]
             out[filled : filled + n] = shard[first : first + n]
-            check_ids(out[filled : filled + n], getattr(shard, "filename", "a shard"))
+            check_token_ids(out[filled : filled + n], getattr(shard, "filename", "a shard"))
             filled += n
-            document += 1
+            i += 1
         return filled
 
     def _find_window(self, epoch, offset):
-        """The shards (indices) of the window that holds token `offset` of the epoch, and the offset within it."""
+        """The window (a list of shard indices) with token `offset` of the epoch, and the token's offset in it."""
         order = np.arange(len(self.shards))
         if self.shuffle:
             order = np.random.default_rng([self.seed, epoch]).permutation(order)
@@ -70,32 +83,51 @@ class TokenStream:
         return windows[w], offset - (int(ends[w - 1]) if w else 0)
 
     def _order_documents(self, epoch, window):
-        """A window's documents in reading order: each one's shard, first token there, running total of tokens."""
-        shard_of, start, length = [], [], []
-        for shard in window:
-            tokens = self.shards[shard]
-            first = np.flatnonzero(np.asarray(tokens) == END_OF_TEXT) if self.shuffle else np.array([0])
-            if len(first) == 0 or first[0] != 0:  # the shard opens with the rest of a document
-                first = np.concatenate(([0], first))
-            start.append(first)
-            length.append(np.diff(first, append=len(tokens)))
-            shard_of.append(np.full(len(first), shard))
-        shard_of, start, length = (np.concatenate(parts) for parts in (shard_of, start, length))
+        """The Documents of a window. Without shuffle, each shard counts as one document."""
+        shard, start, length = [], [], []
+        for index in window:
+            tokens = self.shards[index]
+            starts = np.flatnonzero(np.asarray(tokens) == END_OF_TEXT) if self.shuffle else np.array([0])
+            if len(starts) == 0 or starts[0] != 0:  # the shard begins with the rest of a document
+                starts = np.concatenate(([0], starts))
+            shard.append(np.full(len(starts), index))
+            start.append(starts)
+            length.append(np.diff(starts, append=len(tokens)))
+        shard, start, length = (np.concatenate(parts) for parts in (shard, start, length))
         if self.shuffle:
             order = np.random.default_rng([self.seed, epoch, *window]).permutation(len(start))
-            shard_of, start, length = shard_of[order], start[order], length[order]
-        return shard_of, start, np.cumsum(length)
+            shard, start, length = shard[order], start[order], length[order]
+        return Documents(shard, start, np.cumsum(length))
+
+
+def open_streams(config):
+    """The (training, validation) TokenStreams of config.data_dir.
+
+    Raises UserError if it has too few tokens for one step, or for one validation sequence.
+    """
+    train = TokenStream(open_shards(config.data_dir, "train"), config.seed, config.shuffle)
+    val = TokenStream(open_shards(config.data_dir, "val"))
+    if train.total < config.total_batch_size:
+        raise UserError(
+            f"{config.data_dir} has {train.total:,} training tokens, a step takes {config.total_batch_size:,}: "
+            "use more data, or a smaller --total_batch_size"
+        )
+    if val.total <= config.seq_len:
+        raise UserError(
+            f"{val.total} validation tokens in {config.data_dir}: at least seq_len + 1 = {config.seq_len + 1} are needed"
+        )
+    return train, val
 
 
 class Loader:
-    """Feeds one rank its micro-batches, read ahead by a thread.
+    """Gives one rank its micro-batches; a thread reads ahead.
 
-    A step trains on the next tokens of the stream; ranks and micro-batches only divide them: micro-batch m of rank r
-    holds sequences (m * world_size + r) * B to that + B, so that the same tokens make a step whatever B and the number
-    of ranks are. Sequences overlap by one token, the last one's target.
+    A step trains on the next tokens of the stream. Micro-batch m of rank r holds the B sequences from
+    (m * world_size + r) * B on, so a step has the same tokens for every B and every number of ranks. Consecutive
+    sequences share one token: the last target of one is the first input of the next.
     """
 
-    AHEAD = 4  # micro-batches
+    PREFETCH = 4  # micro-batches
 
     def __init__(self, stream, micro_batch_size, seq_len, device, rank=0, world_size=1):
         self.stream = stream
@@ -103,38 +135,38 @@ class Loader:
         self.device = torch.device(device)
         self.rank = rank
         self.world_size = world_size
-        self.position = 0  # tokens of the stream that all ranks together have been given
-        # pinned memory belongs to the thread's GPU, which must be this rank's and not GPU 0
+        self.position = 0  # tokens of the stream that all ranks together have received
+        # the thread allocates pinned memory, which belongs to the thread's current GPU: this rank's, not GPU 0
         on_gpu = dict(initializer=torch.cuda.set_device, initargs=(device,)) if self.device.type == "cuda" else {}
-        self._reader = ThreadPoolExecutor(1, **on_gpu)
-        self._ahead = collections.deque()
+        self._thread = ThreadPoolExecutor(1, **on_gpu)
+        self._prefetched = collections.deque()
 
     def state(self):
-        """Where the loader stands, as a plain dictionary; the same on every rank."""
+        """The position in the data, as a JSON-able dictionary; the same on every rank."""
         return dict(position=self.position, total=self.stream.total, seed=self.stream.seed, shuffle=self.stream.shuffle)
 
     def restore(self, state):
-        """Go on from a state(), also with another micro-batch size or number of ranks. Call before next_batch().
+        """Continue from a state(), also with another micro-batch size or number of ranks. Call before next_batch().
 
-        Raises UserError when the state belongs to other data or another order.
+        Raises UserError if the state belongs to other data or to another order.
         """
         own = self.state()
-        for what in ("total", "seed", "shuffle"):
-            if state[what] != own[what]:
+        for name, words in dict(total="tokens in an epoch", seed="seed", shuffle="shuffle").items():
+            if state[name] != own[name]:
                 raise UserError(
-                    f"the checkpoint read its data with {what} {state[what]}, this run has {own[what]}: go on with the "
-                    "same data, --seed and --shuffle, or start a new run with --init_from"
+                    f"the checkpoint belongs to other data: {words} {state[name]} there, {own[name]} here; continue "
+                    "with the same data, --seed and --shuffle, or start a new run with --init_from"
                 )
         self.position = state["position"]
 
     def next_batch(self):
-        """The next inputs and targets, each (B, T) int64 on the device."""
+        """The next inputs and targets, each (B, T) int64 on the device. Raises UserError as TokenStream.read."""
         size = self.shape[0] * self.shape[1]
-        while len(self._ahead) < self.AHEAD:
-            start = self.position + (len(self._ahead) * self.world_size + self.rank) * size
-            self._ahead.append(self._reader.submit(self._read, start, size + 1))
-        # uint16 crosses to the GPU, a quarter of int64's bytes, from pinned memory and so without waiting for it
-        tokens = self._ahead.popleft().result().to(self.device, non_blocking=True)
+        while len(self._prefetched) < self.PREFETCH:
+            start = self.position + (len(self._prefetched) * self.world_size + self.rank) * size
+            self._prefetched.append(self._thread.submit(self._read, start, size + 1))
+        # uint16 from pinned memory: a quarter of int64's bytes, and the copy does not block the host
+        tokens = self._prefetched.popleft().result().to(self.device, non_blocking=True)
         self.position += self.world_size * size
         return tokens[:-1].long().view(self.shape), tokens[1:].long().view(self.shape)
 

@@ -1,4 +1,4 @@
-"""What leaves the house is read by others: transformers (see also test_nanogpt.py), EleutherAI's evaluation harness."""
+"""`transformers` and EleutherAI's lm_eval read what export.py writes."""
 
 import json
 
@@ -24,7 +24,7 @@ metric_list: [{metric: acc, aggregation: mean, higher_is_better: true}]
 """
 
 
-def test_a_checkpoint_without_what_training_needs(command, tmp_path):
+def test_the_export_has_no_training_state(command, tmp_path):
     model = tiny_gpt2()
     (tmp_path / "checkpoint_000003").mkdir()
     model.save_pretrained(tmp_path / "checkpoint_000003")
@@ -40,9 +40,9 @@ def test_a_checkpoint_without_what_training_needs(command, tmp_path):
     expect_error(command("export.py", "checkpoint_000003", "file/out"), "cannot write file/out")
 
 
-def test_the_evaluation_harness_runs_it(command, tmp_path):
-    """Its accuracy is ours (its acc_norm divides by bytes)."""
-    import lm_eval  # takes its time
+def test_lm_eval_computes_the_same_accuracy(command, tmp_path):
+    """acc only: lm_eval's acc_norm divides by bytes."""
+    import lm_eval  # slow to import
     from lm_eval.tasks import TaskManager
 
     model, items = tiny_gpt2(), [item | dict(endings=(item["endings"] * 2)[:4]) for item in make_items(12)]

@@ -13,8 +13,8 @@ import pytest
 from conftest import ROOT, expect_error
 
 from common.cli import UserError
-from data.shards import fill_shards, open_shards
-from data.tokenizer import END_OF_TEXT, get_tokenizer, tokenize
+from data.shards import open_shards
+from data.tokenizer import END_OF_TEXT, get_tokenizer
 
 TEXTS = [
     "The mitochondria is the powerhouse of the cell.",
@@ -51,15 +51,9 @@ def contents(folder):
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-def test_special_tokens_in_a_text_are_text():
-    tokens = tokenize(["<|endoftext|>"])
-    assert tokens[0] == END_OF_TEXT and END_OF_TEXT not in tokens[1:]
-    assert get_tokenizer().decode(tokens[1:].tolist()) == "<|endoftext|>"
-
-
 @pytest.mark.parametrize("workers", [1, 3])
 def test_shards_are_the_plain_tokens(command, documents, tmp_path, workers):
-    """Byte for byte what np.save makes of them, whatever the number of workers; the last one is shorter."""
+    """Byte for byte what np.save writes, for any number of workers; the last shard is shorter."""
     done = command("fineweb.py", "--input", "docs*.parquet", "--shard_size", 997, "--workers", workers)
     assert done.returncode == 0, done.stderr
     expected = plain_tokens(TEXTS)
@@ -78,21 +72,8 @@ def test_shards_are_the_plain_tokens(command, documents, tmp_path, workers):
     assert [file["name"] for file in listed["source"]["files"]] == [f"docs{i}.parquet" for i in range(3)]
 
 
-@pytest.mark.parametrize("sizes", [[25], [10, 10, 5], [4, 0, 9, 12], [1] * 25])
-def test_every_shard_says_where_the_next_begins(sizes):
-    tokens = np.arange(25, dtype=np.uint16)
-    pieces = list(enumerate(np.split(tokens, np.cumsum(sizes)[:-1])))
-    shards = list(fill_shards(pieces, 10))
-    assert [shard[0].tolist() for shard in shards] == [list(range(10)), list(range(10, 20)), list(range(20, 25))]
-    assert shards[2][1:] == (None, 0)
-    for i in range(2):
-        _, state, skip = shards[i]
-        again = list(fill_shards(pieces[state:], 10, skip))
-        assert [shard[0].tolist() for shard in again] == [shard[0].tolist() for shard in shards[i + 1 :]]
-
-
 def test_odd_documents(command, tmp_path):
-    """Empty, missing, broken UTF-8, one longer than several shards, and one without a place to split it."""
+    """Empty, missing, invalid UTF-8, longer than several shards, a single word of 200,000 letters."""
     texts = [
         b"fine",
         b"",
@@ -111,26 +92,26 @@ def test_odd_documents(command, tmp_path):
     expected = ["fine", "", "", "na\ufffd", "\ufffd\ufffd<|endoftext|>", "word " * 2000, "a" * 200_000, "end"]
     assert np.array_equal(np.concatenate(shards), plain_tokens(expected))
     assert command("fineweb.py", "--out", "odd", "--verify").stdout == (
-        f"odd: {len(shards)} files, 8 documents, {len(plain_tokens(expected)):,} tokens, as written\n"
+        f"odd: {len(shards)} files, 8 documents, {len(plain_tokens(expected)):,} tokens, all as written\n"
     )
 
 
-def test_a_shard_that_is_not_what_was_written(command, documents, tmp_path):
+def test_changed_missing_and_additional_files(command, documents, tmp_path):
     assert command("fineweb.py", "--input", "docs*.parquet", "--out", "d", "--shard_size", 500).returncode == 0
     folder = tmp_path / "d"
     path = folder / "edufineweb_train_000002.npy"
-    whole = path.read_bytes()
-    path.write_bytes(whole[:-3] + bytes([whole[-3] ^ 1]) + whole[-2:])
-    expect_error(command("fineweb.py", "--out", "d", "--verify"), "train_000002.npy", "not what was written")
-    open_shards(folder, "train")  # is too quick to hash
+    original = path.read_bytes()
+    path.write_bytes(original[:-3] + bytes([original[-3] ^ 1]) + original[-2:])
+    expect_error(command("fineweb.py", "--out", "d", "--verify"), "train_000002.npy is damaged")
+    open_shards(folder, "train")  # does not compute hashes
     path.unlink()
     expect_error(command("fineweb.py", "--out", "d", "--verify"), "train_000002.npy", "No such file")
-    with pytest.raises(UserError, match="train_000002.npy has no tokens there, 500 in the list"):
+    with pytest.raises(UserError, match="train_000002.npy is missing"):
         open_shards(folder, "train")
-    path.write_bytes(whole)
-    (folder / "other_train_000009.npy").write_bytes(whole)
+    path.write_bytes(original)
+    (folder / "other_train_000009.npy").write_bytes(original)
     expect_error(command("fineweb.py", "--out", "d", "--verify"), "other_train_000009.npy", "not in shards.json")
-    with pytest.raises(UserError, match="other_train_000009.npy has 500 tokens there, none in the list"):
+    with pytest.raises(UserError, match="other_train_000009.npy is not listed"):
         open_shards(folder, "train")
     (folder / "shards.json").write_text("{}")
     with pytest.raises(UserError, match="shards.json is damaged"):
@@ -140,37 +121,37 @@ def test_a_shard_that_is_not_what_was_written(command, documents, tmp_path):
     expect_error(command("fineweb.py", "--out", "d", "--verify"), "shards.json", "No such file")
 
 
-def test_parts_become_what_one_call_writes(command, documents, tmp_path):
+def test_parts_join_to_the_shards_of_one_call(command, documents, tmp_path):
     arguments = ("--input", "docs*.parquet", "--shard_size", 333)
-    assert command("fineweb.py", *arguments, "--out", "whole").returncode == 0
+    assert command("fineweb.py", *arguments, "--out", "single").returncode == 0
     done = command("fineweb.py", *arguments, "--out", "parts", "--part", "1/2")
     assert "--input 'FOLDER/*.npy'" in done.stdout, done.stderr
-    expect_error(command("train_gpt2.py", "--data_dir", "parts", "--device", "cpu"), "no train shards")
+    with pytest.raises(UserError, match="no train shards"):
+        open_shards(tmp_path / "parts", "train")
     join = ("fineweb.py", "--input", "parts/*.npy", "--out", "joined", "--shard_size", 333)
     expect_error(command(*join), "part2of2.json", "No such file")
     assert command("fineweb.py", *arguments, "--out", "parts", "--part", "2/2", "--shard_size", 100).returncode == 0
     assert command("fineweb.py", "--out", "parts", "--part", "2/2", "--verify").returncode == 0
     assert command(*join).returncode == 0
-    assert contents(tmp_path / "joined") == contents(tmp_path / "whole")
+    assert contents(tmp_path / "joined") == contents(tmp_path / "single")
 
-    # shards are tokens as well
-    again = command("fineweb.py", "--input", "whole/*.npy", "--out", "larger", "--shard_size", 1000)
+    # shards can be cut again into another size
+    again = command("fineweb.py", "--input", "single/*.npy", "--out", "larger", "--shard_size", 1000)
     assert again.returncode == 0, again.stderr
     tokens = [
         np.concatenate([*open_shards(tmp_path / name, "val"), *open_shards(tmp_path / name, "train")])
-        for name in ("whole", "larger")
+        for name in ("single", "larger")
     ]
     assert np.array_equal(*tokens) and len(open_shards(tmp_path / "larger", "val")[0]) == 1000
 
     path = tmp_path / "parts" / "edufineweb_part2of2_000001.npy"
-    whole = path.read_bytes()
-    path.write_bytes(whole[:-2] + b"\0\0")
-    expect_error(command(*join[:-4], "--out", "other", "--shard_size", 333), path.name, "not what was written")
+    path.write_bytes(path.read_bytes()[:-2] + b"\0\0")
+    expect_error(command(*join[:-4], "--out", "other", "--shard_size", 333), f"{path.name} is damaged")
     path.unlink()
     expect_error(command(*join[:-4], "--out", "another", "--shard_size", 333), path.name)
     for part in ("0/2", "3/2", "1", "x/y"):
         expect_error(command("fineweb.py", *arguments, "--part", part), f"--part {part}")
-    expect_error(command("fineweb.py", *arguments, "--out", "four", "--part", "1/4"), "3 files")
+    expect_error(command("fineweb.py", *arguments, "--out", "four", "--part", "1/4"), "at most 3 parts")
 
 
 def test_the_command(command, documents, tmp_path):
@@ -183,7 +164,7 @@ def test_the_command(command, documents, tmp_path):
     expect_error(command("fineweb.py", *arguments), "already holds", "--out")
 
 
-def test_what_goes_wrong_is_said_in_one_line(command, tmp_path):
+def test_errors_are_one_line(command, tmp_path):
     write_parquet(tmp_path / "docs.parquet", TEXTS)
     pq.write_table(pa.table(dict(words=["a"])), tmp_path / "other.parquet")
     pq.write_table(pa.table(dict(text=[7])), tmp_path / "numbers.parquet")
@@ -207,24 +188,26 @@ def test_what_goes_wrong_is_said_in_one_line(command, tmp_path):
 
 
 @pytest.mark.parametrize("after", [1, 4, "end"])
-def test_interrupted_it_goes_on_where_it_was(command, documents, tmp_path, after):
-    """The files of a call that is killed after some shards, and of the same call again, are those of one call."""
+def test_an_interrupted_call_continues(command, documents, tmp_path, after):
+    """A call that is killed and then repeated writes the same files as one call."""
     arguments = ("--input", "docs*.parquet", "--shard_size", 333, "--workers", 2)
-    assert command("fineweb.py", *arguments, "--out", "whole").returncode == 0
-    # stops for good in the middle of writing a shard, or the manifest
+    assert command("fineweb.py", *arguments, "--out", "single").returncode == 0
+    # exits while it writes a shard, or the manifest
     script = tmp_path / "killed.py"
     script.write_text(
         f"import os, sys; sys.path.insert(0, {str(ROOT)!r})\n"
-        "import cli, fineweb, shards\n"
+        "import fineweb\n"
+        "from common import cli\n"
+        "from data import shards\n"
         "if __name__ == '__main__':\n"
-        "    shard, manifest = shards.write_shard, shards.Folder.finish\n"
+        "    shard, manifest = shards.write_shard, shards.ShardFolder.finish\n"
         "    die = lambda *_: os._exit(9)\n"
         f"    shards.write_shard = lambda path, data: (die if '{after:0>6}' in path.name else shard)(path, data)\n"
-        f"    shards.Folder.finish = die if {after == 'end'} else manifest\n"
+        f"    shards.ShardFolder.finish = die if {after == 'end'} else manifest\n"
         "    cli.run(fineweb.main)\n"
     )
     assert command(script, *arguments, "--out", "parts").returncode == 9
-    with pytest.raises(UserError, match="parts is not finished"):
+    with pytest.raises(UserError, match="parts is not complete"):
         open_shards(tmp_path / "parts", "val")
     other = command("fineweb.py", *arguments, "--out", "parts", "--shard_size", 500)
     expect_error(other, "was begun with", "--shard_size 333")
@@ -233,12 +216,12 @@ def test_interrupted_it_goes_on_where_it_was(command, documents, tmp_path, after
     (tmp_path / "docs9.parquet").unlink()
     done = command("fineweb.py", *arguments, "--out", "parts")
     assert done.returncode == 0, done.stderr
-    assert contents(tmp_path / "parts") == contents(tmp_path / "whole")
+    assert contents(tmp_path / "parts") == contents(tmp_path / "single")
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs Linux")
-def test_killed_it_leaves_nobody_behind(command, tmp_path):
-    """SIGKILL to the command ends its workers, too, and the same command goes on."""
+def test_a_killed_call_ends_its_workers(command, tmp_path):
+    """After SIGKILL to the command no worker remains, and the same command continues."""
     write_parquet(tmp_path / "docs.parquet", [f"{i} " * 500 for i in range(5_000)])
     arguments = ["--input", "docs.parquet", "--out", "d", "--shard_size", "100000", "--workers", "2"]
     process = subprocess.Popen(
@@ -261,7 +244,7 @@ def wait_until(condition, seconds=60):
 
 
 def running(pid):
-    """Not a process that has ended and that nobody has asked about."""
+    """Whether a process exists and is not a zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except (FileNotFoundError, ProcessLookupError):

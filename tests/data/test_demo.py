@@ -2,20 +2,24 @@ import pytest
 
 from common.cli import UserError
 from data import demo
-from data.loader import TokenStream
 from data.shards import open_shards
 
 
-def test_the_corpus_is_the_same_every_time(tmp_path):
+def test_the_corpus_is_deterministic(tmp_path, capsys):
     for name in ("one", "two"):
         demo.make_data(tmp_path / name)
-    for split, least in (("val", 20_000), ("train", 200_000)):
-        shards = [open_shards(tmp_path / name, split)[0] for name in ("one", "two")]
-        assert TokenStream(shards[:1]).total > least
-        assert (shards[0] == shards[1]).all()
+    assert "train_000001.npy" in capsys.readouterr().out
+    for split, at_least in (("val", 20_000), ("train", 200_000)):
+        one, two = (open_shards(tmp_path / name, split)[0] for name in ("one", "two"))
+        assert len(one) > at_least and (one == two).all()
+    demo.make_data(tmp_path / "one")
+    assert capsys.readouterr().out == ""  # both shards exist
 
 
-def test_a_python_without_its_source(tmp_path, monkeypatch):
+def test_errors(tmp_path, monkeypatch):
     monkeypatch.setattr(demo, "read_documents", lambda: iter([]))
-    with pytest.raises(UserError, match="ships without its library's source"):
+    with pytest.raises(UserError, match="has no docstrings"):
+        demo.make_data(tmp_path)
+    (tmp_path / "x_train_000001.npy").write_bytes(b"")
+    with pytest.raises(UserError, match="holds 1 other shards"):
         demo.make_data(tmp_path)

@@ -1,15 +1,16 @@
 import importlib.util
 
+import numpy as np
 import pytest
 import tiktoken
 from transformers import GPT2Tokenizer
 
 from common.cli import UserError
 from data import tokenizer
-from data.tokenizer import END_OF_TEXT, VOCAB_SIZE, get_tokenizer
+from data.tokenizer import END_OF_TEXT, VOCAB_SIZE, get_tokenizer, tokenize
 
 
-def test_it_is_gpt2s():
+def test_the_encoding_is_gpt2s():
     encoding = get_tokenizer()
     assert encoding.n_vocab == VOCAB_SIZE and encoding.eot_token == END_OF_TEXT
     assert encoding.encode_ordinary("Hello, I'm a language model,") == [15496, 11, 314, 1101, 257, 3303, 2746, 11]
@@ -21,7 +22,14 @@ def test_it_is_gpt2s():
         assert encoding.decode(encoding.encode_ordinary(text)) == text
 
 
-def test_without_package_and_network_it_says_what_to_do(monkeypatch):
+def test_special_tokens_in_a_text_are_text():
+    tokens = tokenize(["<|endoftext|>"])
+    assert tokens[0] == END_OF_TEXT and END_OF_TEXT not in tokens[1:]
+    assert get_tokenizer().decode(tokens[1:].tolist()) == "<|endoftext|>"
+    assert tokenize([]).shape == (0,) and tokenize([]).dtype == np.uint16
+
+
+def test_without_package_and_network_the_error_says_what_to_do(monkeypatch):
     def no_network(name):
         raise ConnectionError("no route to host")
 

@@ -4,12 +4,11 @@ import numpy as np
 import pytest
 import torch
 from conftest import write_corpus
-from loader.loader import Loader, TokenStream
-from loader.shards import open_shards
-from loader.tokenizer import END_OF_TEXT
 
 from common.cli import UserError
-from data import loader
+from data.loader import Loader, TokenStream
+from data.shards import open_shards
+from data.tokenizer import END_OF_TEXT
 
 
 def split_documents(tokens):
@@ -18,7 +17,7 @@ def split_documents(tokens):
     return [tuple(part) for part in np.split(tokens, starts[1:])]
 
 
-def test_in_order_it_reads_the_shards_as_they_lie(corpus):
+def test_without_shuffle_the_shards_are_read_in_order(corpus):
     shards = open_shards(corpus, "train")
     stream = TokenStream(shards)
     plain = np.concatenate(shards)
@@ -29,40 +28,58 @@ def test_in_order_it_reads_the_shards_as_they_lie(corpus):
 
 
 @pytest.mark.parametrize("window", [1, 2, 8])
-def test_shuffled_every_document_comes_once_an_epoch(corpus, monkeypatch, window):
-    monkeypatch.setattr(loader, "SHUFFLE_WINDOW", window)
+def test_shuffle_reads_every_document_once_an_epoch(corpus, monkeypatch, window):
+    monkeypatch.setattr("data.loader.SHUFFLE_WINDOW", window)
     shards = open_shards(corpus, "train")
     expected = Counter(document for shard in shards for document in split_documents(np.asarray(shard)))
     stream = TokenStream(shards, seed=3, shuffle=True)
     epochs = [stream.read(epoch * stream.total, stream.total) for epoch in range(2)]
-    # a shard's first piece opens without <|endoftext|> and so joins the document before it: compare tokens for all,
-    # and documents for those that are whole
-    whole = {document for document in expected if document[0] == END_OF_TEXT}
+    # the rest of a document at the start of a shard has no <|endoftext|> and so joins the document read before it:
+    # compare all tokens, and those documents that begin with <|endoftext|>
+    complete = {document for document in expected if document[0] == END_OF_TEXT}
     for epoch in epochs:
         assert Counter(epoch.tolist()) == Counter(token for document in expected.elements() for token in document)
-        assert len(whole - set(split_documents(epoch))) <= len(shards)
+        assert len(complete - set(split_documents(epoch))) <= len(shards)
     assert not np.array_equal(*epochs)
     assert not np.array_equal(epochs[0], np.concatenate(shards))
-    if window > 1:  # and documents of different shards mix
+    if window > 1:  # documents of different shards mix
         position = {document: i for i, document in enumerate(split_documents(epochs[0]))}
         spans = [np.ptp([position[d] for d in split_documents(np.asarray(shard)) if d in position]) for shard in shards]
         assert sum(spans) > 1.3 * len(position)
 
 
-def test_shuffled_reads_do_not_depend_on_how_they_are_cut(corpus):
+def test_random_reads_equal_one_sequential_read(corpus):
     shards = open_shards(corpus, "train")
-    whole = TokenStream(shards, seed=5, shuffle=True).read(0, 9000)
-    pieces = TokenStream(shards, seed=5, shuffle=True)
+    sequential = TokenStream(shards, seed=5, shuffle=True).read(0, 9000)
+    stream = TokenStream(shards, seed=5, shuffle=True)
     rng = np.random.default_rng(0)
     for _ in range(200):
         position = int(rng.integers(0, 8900))
         count = int(rng.integers(1, 9000 - position))
-        assert np.array_equal(pieces.read(position, count), whole[position : position + count])
-    assert not np.array_equal(TokenStream(shards, seed=6, shuffle=True).read(0, 9000), whole)
+        assert np.array_equal(stream.read(position, count), sequential[position : position + count])
+    assert not np.array_equal(TokenStream(shards, seed=6, shuffle=True).read(0, 9000), sequential)
+
+
+def test_every_window_is_read(tmp_path):
+    write_corpus(tmp_path, sizes=(50, *[40 + i for i in range(19)]))
+    shards = open_shards(tmp_path, "train")
+    stream = TokenStream(shards, seed=2, shuffle=True)
+    assert Counter(stream.read(0, stream.total).tolist()) == Counter(np.concatenate(shards).tolist())
+
+
+def test_a_token_outside_the_vocabulary_is_an_error(tmp_path):
+    """In the middle of a shard, which open_shards does not check."""
+    tokens = np.full(200_000, 7, dtype=np.uint16)
+    tokens[100_000] = 60_000
+    np.save(tmp_path / "x_train_000001.npy", tokens)
+    stream = TokenStream(open_shards(tmp_path, "train"))
+    assert (stream.read(0, 100_000) == 7).all()
+    with pytest.raises(UserError, match="x_train_000001.npy has token 60000"):
+        stream.read(99_000, 2_000)
 
 
 def collect(corpus, micro_batch_size, world_size, steps, start=None):
-    """What all ranks together see: the steps' inputs and targets, sequences in global order."""
+    """Inputs and targets of some steps of 24 sequences, in global order over all ranks, and the state after them."""
     stream = TokenStream(open_shards(corpus, "train"), seed=1, shuffle=True)
     loaders = [Loader(stream, micro_batch_size, 16, "cpu", rank, world_size) for rank in range(world_size)]
     for loader in loaders:
@@ -79,7 +96,7 @@ def collect(corpus, micro_batch_size, world_size, steps, start=None):
     return torch.cat(xs), torch.cat(ys), loaders[0].state()
 
 
-def test_ranks_and_micro_batches_only_divide_the_step(corpus):
+def test_a_step_has_the_same_tokens_for_every_division(corpus):
     x, y, state = collect(corpus, 24, 1, 3)
     stream = TokenStream(open_shards(corpus, "train"), seed=1, shuffle=True)
     expected = stream.read(0, 3 * 24 * 16 + 1).astype(np.int64)
@@ -89,8 +106,9 @@ def test_ranks_and_micro_batches_only_divide_the_step(corpus):
         assert torch.equal(other[0], x) and torch.equal(other[1], y) and other[2] == state
 
 
-def test_restored_it_goes_on_where_it_was(corpus):
-    x, _, end = collect(corpus, 4, 2, 9)  # 3456 tokens, nearly an epoch of 4200
+def test_a_restored_loader_continues(corpus):
+    """Also with another micro-batch size and number of ranks, and into the next epoch."""
+    x, _, end = collect(corpus, 4, 2, 9)  # 3456 tokens of an epoch's 4200
     _, _, state = collect(corpus, 4, 2, 4)
     rest, _, state = collect(corpus, 2, 3, 5, start=state)
     assert torch.equal(rest, x[4 * 24 :]) and state == end
@@ -98,58 +116,15 @@ def test_restored_it_goes_on_where_it_was(corpus):
     assert not torch.equal(beyond, x[: 2 * 24])
 
 
-def test_state_of_other_data_is_refused(corpus, tmp_path):
+@pytest.mark.parametrize("change", [dict(total=1), dict(seed=2), dict(shuffle=False)])
+def test_the_state_of_other_data_is_rejected(corpus, change):
     loader = Loader(TokenStream(open_shards(corpus, "train"), seed=1, shuffle=True), 2, 16, "cpu")
-    for change in (dict(total=1), dict(seed=2), dict(shuffle=False)):
-        with pytest.raises(UserError):
-            loader.restore(loader.state() | change)
+    with pytest.raises(UserError, match="belongs to other data"):
+        loader.restore(loader.state() | change)
 
 
-def test_a_failing_read_stops_training(corpus, monkeypatch):
+def test_an_error_in_the_thread_reaches_next_batch(corpus, monkeypatch):
     loader = Loader(TokenStream(open_shards(corpus, "train")), 2, 16, "cpu")
     monkeypatch.setattr(loader.stream, "read", lambda *_: (_ for _ in ()).throw(OSError("the disk is gone")))
     with pytest.raises(OSError, match="the disk is gone"):
         loader.next_batch()
-
-
-def test_a_token_beyond_the_vocabulary_stops_training(tmp_path):
-    """Also where it stands too deep in a shard to be seen at the start."""
-    tokens = np.full(200_000, 7, dtype=np.uint16)
-    tokens[100_000] = 60_000
-    np.save(tmp_path / "x_train_000001.npy", tokens)
-    stream = TokenStream(open_shards(tmp_path, "train"))
-    assert (stream.read(0, 100_000) == 7).all()
-    with pytest.raises(UserError, match="x_train_000001.npy has token 60000"):
-        stream.read(99_000, 2_000)
-
-
-def test_every_window_of_many_shards_is_reached(tmp_path):
-    write_corpus(tmp_path, sizes=(50, *[40 + i for i in range(19)]))
-    shards = open_shards(tmp_path, "train")
-    stream = TokenStream(shards, seed=2, shuffle=True)
-    assert Counter(stream.read(0, stream.total).tolist()) == Counter(np.concatenate(shards).tolist())
-
-
-def bad_shards(folder):
-    good = np.arange(100, dtype=np.uint16)
-    path = folder / "x_train_000001.npy"
-    yield "no train shards", lambda: None
-    yield "int64", lambda: np.save(path, good.astype(np.int64))
-    yield "(10, 10)", lambda: np.save(path, good.reshape(10, 10))
-    yield "not empty", lambda: np.save(path, good[:0])
-    yield "cannot read", lambda: path.mkdir()
-    yield "magic string", lambda: path.write_bytes(b"hello")
-    yield "magic string", lambda: np.savez(path.open("wb"), good)
-    yield "Python objects", lambda: np.save(path, np.array([{}]))
-    yield "not a shard", lambda: path.write_bytes(b"")
-    yield "token 50257", lambda: np.save(path, good + np.uint16(50158))
-    yield "not a shard", lambda: (np.save(path, good), path.write_bytes(path.read_bytes()[:150]))
-
-
-@pytest.mark.parametrize("case", range(11))
-def test_bad_shards_are_named(tmp_path, case):
-    words, make = list(bad_shards(tmp_path))[case]
-    make()
-    with pytest.raises(UserError) as error:
-        open_shards(tmp_path, "train")
-    assert words in str(error.value) and "\n" not in str(error.value)
