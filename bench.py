@@ -11,13 +11,13 @@ import time
 from dataclasses import dataclass
 
 import torch
-from observe.hardware import environment, flops_per_token, peak_memory, peak_tflops
 from tqdm import trange
 
 from common.cli import UserError, given, out_of_memory, parse, run
 from common.device import be_deterministic
 from common.peer_flags import HINTS
 from config import GROUPS, Config, defaults, refuse_idle_flags, resolve
+from observe.hardware import environment, flops_per_token, peak_memory, peak_tflops
 from observe.measure import SETTLING_STEPS
 from parallel import fsdp, process_group
 from parallel.memory import free_memory, less_memory

@@ -189,18 +189,6 @@ def evaluate_files(flags, distributed):
 
     def losses_of(inputs, targets, positions):
         with autocast:
-<<<<<<< HEAD
-            if "endings" in items[0]:
-                task = MultipleChoice(items, model.config.seq_len, **shape)
-                results = "acc {:.4f} | acc_norm {:.4f}".format(*task.evaluate(losses_of, distributed, progress))
-                kind, chance = "HellaSwag", f"chance {(1 / task.choices.sum(dim=1)).mean():.4f}"
-            else:
-                task = LastWord(items, model.config.seq_len, **shape)
-                results = "acc {:.4f} | perplexity {:.2f}".format(
-                    *task.evaluate(model, losses_of, distributed, progress)
-                )
-                kind, chance = "LAMBADA", ""
-=======
             return model(inputs, targets, reduction="none", at=positions)
 
     for path in flags.data or [None]:
@@ -209,7 +197,6 @@ def evaluate_files(flags, distributed):
         # nothing is compiled here, so more widths only save padding
         task = MultipleChoice(items, model.config.seq_len, flags.batch_tokens or (16384 if on_gpu else 4096), widths=16)
         acc, acc_norm = task.evaluate(losses_of, distributed, progress=name if distributed.is_main else None)
->>>>>>> wt-data
         if distributed.is_main:
             chance = (1 / task.choices.sum(dim=1)).mean().item()
             print(f"{name}, {len(items):,} items: acc {acc:.4f} | acc_norm {acc_norm:.4f}")

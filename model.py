@@ -12,8 +12,9 @@ from pathlib import Path
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from kernels.mlp import fused_mlp
 from torch.utils.checkpoint import checkpoint
+
+from kernels.mlp import fused_mlp
 
 # Linear weights that OpenAI's code, and so Hugging Face, stores as (in, out); nn.Linear stores (out, in)
 TRANSPOSED = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")

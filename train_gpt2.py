@@ -16,9 +16,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
-from observe.hardware import flops_per_token
-from observe.plan import print_plan, print_summary
-from observe.run_log import RunLog
 
 import curves
 import ladder
@@ -34,6 +31,9 @@ from data.loader import Loader, open_streams
 from hellaswag import MultipleChoice, load_items
 from model import GPT, GPTConfig
 from observe import profiler
+from observe.hardware import flops_per_token
+from observe.plan import print_plan, print_summary
+from observe.run_log import RunLog
 from observe.validation import validation_loss
 from optim.optimizer import make_optimizer, update_if_finite
 from optim.schedules import accumulation_steps, learning_rate

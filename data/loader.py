@@ -114,7 +114,7 @@ def open_streams(config):
         )
     if val.total <= config.seq_len:
         raise UserError(
-            f"{val.total} validation tokens in {config.data_dir}: at least seq_len + 1 = {config.seq_len + 1} are needed"
+            f"{val.total} validation tokens in {config.data_dir}: seq_len + 1 = {config.seq_len + 1} or more are needed"
         )
     return train, val
 

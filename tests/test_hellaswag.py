@@ -2,30 +2,13 @@ import json
 
 import pytest
 import torch
-from conftest import expect_error
-from parallel.distributed import Distributed
+from conftest import ALONE, expect_error, make_items
 
 from common.cli import UserError
 from data.tokenizer import VOCAB_SIZE, get_tokenizer
 from hellaswag import MultipleChoice, load_items
 from model import GPT, GPTConfig
-<<<<<<< HEAD
-from sample import generate
-=======
 from parallel.process_group import Distributed
->>>>>>> wt-data
-
-WORDS = "the man then woman sits down on a chair and starts to read his book while dog runs past it quickly".split()
-
-
-def make_items(count):
-    generator = torch.Generator().manual_seed(4)
-
-    def text(longest):
-        n = int(torch.randint(1, longest, (), generator=generator))
-        return " ".join(WORDS[i] for i in torch.randint(len(WORDS), (n,), generator=generator))
-
-    return [dict(ctx=text(20), endings=[text(9) for _ in range(4 - i % 3)], label=i % 2) for i in range(count)]
 
 
 def tiny():
