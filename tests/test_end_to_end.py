@@ -54,8 +54,8 @@ def test_everything_runs_in_a_compiled_run(train, hellaswag_file):
     assert logged(run, "hella") == [row["hellaswag_acc_norm"] for row in metrics(run) if "hellaswag_acc" in row]
     output = (run / "output.txt").read_text()
     assert output.count("sample 0: Hello, I'm a language model,") == 2
-    rows = MultipleChoice(load_items(hellaswag_file), 64, tokens=4 * 64)
-    shapes = {batch[0].shape for batch in batches}
+    items = MultipleChoice(load_items(hellaswag_file), 64, tokens=4 * 64)
+    shapes = {batch[0].shape for batch in items.batches}
     assert len(shapes) > 1  # then each has a graph, besides training's and validation's
     assert output.count("Recompiling function forward") == 1 + len(shapes)
     assert [path.name for path in sorted(run.glob("checkpoint_*"))] == ["checkpoint_000002", "checkpoint_000004"]

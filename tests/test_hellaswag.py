@@ -2,7 +2,7 @@ import json
 
 import pytest
 import torch
-from conftest import ALONE, expect_error, make_items
+from conftest import ALONE, WORDS, expect_error, make_items
 
 from common.cli import UserError
 from data.tokenizer import VOCAB_SIZE, get_tokenizer
@@ -33,9 +33,6 @@ def score_token_by_token(model, item):
         sums.append(loss)
         means.append(loss / len(new))
     return sums.index(min(sums)) == item["label"], means.index(min(means)) == item["label"]
-
-
-ALONE = Distributed(0, 1, torch.device("cpu"))
 
 
 @pytest.mark.parametrize("tokens", [1, 100, 10_000])

@@ -128,7 +128,7 @@ def test_a_folder_that_cannot_be_written(tmp_path):
 
 
 def test_a_resumed_run_repeats_no_line(tmp_path):
-    """Lines of the steps before the checkpoint stay. The checkpoint's step is evaluated after it was saved."""
+    """Lines of the steps before the checkpoint stay, and evaluations of its step that are not due again."""
     log = make_log(tmp_path)
     folder = tmp_path / "run"
     for step in range(4):
@@ -138,8 +138,10 @@ def test_a_resumed_run_repeats_no_line(tmp_path):
     for name, torn in (("log.txt", "4 tra"), ("metrics.jsonl", '{"step": 1, "tok')):
         with open(folder / name, "a") as file:
             file.write(torn)
+    make_log(tmp_path, folder / "checkpoint_000002", dict(step=2), val_every=3).close(finished=False)
+    assert read_steps(folder, "val") == [0, 1, 2] and read_steps(folder, "train") == [0, 1]
     for training in (dict(step=2, evaluated=True), dict(step=2, evaluated=False), dict(step=2)):
-        log = make_log(tmp_path, folder / "checkpoint_000002", training)
+        log = make_log(tmp_path, folder / "checkpoint_000002", training, val_every=2)
         assert read_steps(folder, "val") == read_steps(folder, "train") == [0, 1]
         assert [row["step"] for row in read_rows(folder)] == [0, 0, 1, 1]
         assert log.val_losses == {0: 3.0, 1: 2.875} and log.first_step == 2
