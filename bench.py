@@ -8,7 +8,7 @@ torchrun --standalone --nproc_per_node=8 bench.py
 import statistics
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from tqdm import trange
@@ -58,6 +58,8 @@ def main():
 def time_steps(config, distributed):
     if config.deterministic:
         be_deterministic()
+    # a warm-up would keep the weights near their random start, where the same kernels draw more power and so are slower
+    config = replace(config, warmup_steps=0, lr_schedule="constant")
     config, notes = resolve(config, distributed, free_memory(distributed))
     refuse_idle_flags(given(sys.argv), notes)
     for note in notes if distributed.is_main else ():

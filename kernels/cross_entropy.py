@@ -13,6 +13,8 @@ import torch
 import triton
 import triton.language as tl
 
+from kernels import cublaslt
+
 IGNORE_INDEX = tl.constexpr(-1)  # a target without a loss
 LOGIT_ROWS = 4096  # rows of logits in memory at a time: 0.4 GB in 16 bits
 
@@ -44,14 +46,21 @@ def summed_cross_entropy(
     dweight = torch.zeros_like(weight, dtype=torch.float32)
     loss = torch.zeros((), dtype=torch.float32, device=x.device)
     for x_chunk, targets_chunk, dx_chunk in zip(x.chunk(chunks), targets.chunk(chunks), dx.chunk(chunks)):
-        logits = torch.mm(x_chunk, cast_weight.t())  # (N / chunks, V_padded)
+        logits = x.new_empty(len(x_chunk), len(weight))  # (N / chunks, V_padded)
+        mm(x_chunk, cast_weight.t(), logits)
         loss += cross_entropy_(logits, targets_chunk, vocab_size).sum()
-        torch.mm(logits, cast_weight, out=dx_chunk)  # the logits are their own gradient now
+        mm(logits, cast_weight, dx_chunk)  # the logits are their own gradient now
         if x.is_cuda and x.dtype != torch.float32:
             torch.addmm(dweight, logits.t(), x_chunk, out_dtype=torch.float32, out=dweight)
         else:
             dweight.addmm_(logits.t().float(), x_chunk.float())
     return loss, dx, dweight.to(weight.dtype)
+
+
+def mm(a, b, out):
+    """out = a b, with the fastest algorithm of cuBLASLt where it has one."""
+    if not cublaslt.gemm(a, b, out):
+        torch.mm(a, b, out=out)
 
 
 @summed_cross_entropy.register_fake

@@ -1,10 +1,9 @@
 """GEMMs by cuBLASLt, through ctypes, for two features that PyTorch does not expose:
 
 - GELU and its gradient in a GEMM's epilogue, while the result is still in registers (kernels/mlp.py).
-- The choice of the algorithm of a float8 GEMM (kernels/fp8.py): the first call with new shapes times every algorithm
-  that cuBLASLt proposes and keeps the fastest one that gives the same bits as cuBLASLt's first proposal. Since no bit
-  changes, two ranks, or a run and its continuation, may choose different algorithms. 16-bit GEMMs take the first
-  proposal: timing them gains less than the noise of a measurement.
+- The choice of the algorithm: the first call with new shapes times every algorithm that cuBLASLt proposes and keeps the
+  fastest one that gives the same bits as cuBLASLt's first proposal. Since no bit changes, two ranks, or a run and its
+  continuation, may choose different algorithms. This makes a step with --fp8 1.5% faster, a bf16 step 0.3%.
 
 Documentation: https://docs.nvidia.com/cuda/cublas/#using-the-cublaslt-api
 """
@@ -152,11 +151,10 @@ class Plan:
         return list(valid.values())
 
     def choose(self, a, b, out):
-        """The first proposal that runs; for float8 the fastest proposal with the same bits. None where none runs."""
+        """The fastest proposal with the bits of the first that runs; for a small GEMM that one. None where none runs."""
         runnable = (each for each in self.proposals(out.device) if self.launch(each, a, b, out) == 0)
         first = next(runnable, None)
-        tune = a.dtype == torch.float8_e4m3fn and out.numel() >= MIN_TUNED_SIZE
-        if first is None or not tune or not out.isfinite().all():
+        if first is None or out.numel() < MIN_TUNED_SIZE or not out.isfinite().all():
             return first
         expected = out.clone()
         # `runnable` is lazy: when it yields an algorithm, `out` holds the result of that algorithm
