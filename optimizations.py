@@ -287,11 +287,14 @@ def model_switches(config):
 
 
 def plan_switches(config):
-    """{optimization: whether it is on}, for the plan; those that are off by default only when they are on."""
-    rows = [(row, all(getattr(config, flag) != off for flag, off in row.off.items())) for row in OPTIMIZATIONS]
-    values = {row.name: getattr(config, next(iter(row.off))) for row in OPTIMIZATIONS}
-    label = lambda row: row.name if row.is_switch else f"{next(iter(row.off))} {values[row.name]}"  # noqa: E731
-    return {label(row): on for row, on in rows if on or row.default}
+    """{optimization: whether it is on}, for the plan. Those that are off by default appear only when they are on."""
+    switches = {}
+    for row in OPTIMIZATIONS:
+        flag, off = next(iter(row.off.items()))
+        value = getattr(config, flag)
+        if (row.is_switch or off == "off") and (value != off or row.default):
+            switches[flag if row.is_switch else f"{flag} {value}"] = value != off
+    return switches
 
 
 def saved_operators():

@@ -151,7 +151,7 @@ class Plan:
         return list(valid.values())
 
     def choose(self, a, b, out):
-        """The fastest proposal with the bits of the first that runs; for a small GEMM that one. None where none runs."""
+        """The fastest proposal with the same bits as the first; for a small GEMM the first. None where none runs."""
         runnable = (each for each in self.proposals(out.device) if self.launch(each, a, b, out) == 0)
         first = next(runnable, None)
         if first is None or out.numel() < MIN_TUNED_SIZE or not out.isfinite().all():

@@ -143,22 +143,17 @@ def start(device_type):
 def meet(store, rank, world_size):
     """A name for this start of the ranks, the same on all of them and never used before.
 
-    torchrun's restarts share a store, where the addresses of the processes before them still are, and its count of
-    restarts differs from machine to machine. So rank 0 makes up a name and answers whoever calls it by that. Who has
-    read the name of the rank 0 before gets no answer, and looks again.
+    torchrun's restarts share one store, which still has the addresses of the killed processes, and its restart counts
+    differ from machine to machine; without a new prefix for each start the ranks hang or fail to connect. Each rank
+    publishes a fresh identifier, and the name is all of them together. A rank that has read the identifier of a killed
+    process waits for a mark that never comes, and reads again.
     """
-    own = uuid.uuid4().hex
-    if rank == 0:
-        store.set("rank 0", own)
-        for other in range(1, world_size):
-            caller = store.get(f"{own} {other}").decode()
-            store.set(f"{own} {caller}", "welcome")
-        return own
+    store.set(f"start {rank}", uuid.uuid4().hex)
     while True:
-        name = store.get("rank 0").decode()
-        store.set(f"{name} {rank}", own)
+        name = b"".join(store.get(f"start {other}") for other in range(world_size)).decode()
+        store.set(f"{name} {rank}", "")
         with contextlib.suppress(dist.DistStoreError):
-            store.wait([f"{name} {own}"], timedelta(seconds=1))
+            store.wait([f"{name} {other}" for other in range(world_size)], timedelta(seconds=1))
             return name
 
 

@@ -75,6 +75,7 @@ def test_float8(fast_accumulation, tolerance):
 @pytest.mark.parametrize(
     "N, K, M, dtype, bias, fast_accumulation",
     [
+        (4096, 768, 50304, torch.bfloat16, None, None),  # the head's logits, in bf16
         (8192, 768, 3072, torch.bfloat16, False, True),  # c_fc
         (8192, 3072, 768, torch.bfloat16, True, True),  # c_proj
         (8192, 3072, 768, torch.bfloat16, False, False),  # the gradient of c_fc's input
@@ -88,6 +89,10 @@ def test_tuning_changes_no_bit(N, K, M, dtype, bias, fast_accumulation, monkeypa
 
     def gemm(seed):
         torch.manual_seed(seed)
+        if fast_accumulation is None:
+            a, b = normal(N, K, dtype=dtype), normal(M, K, dtype=dtype)
+            assert cublaslt.gemm(a, b.t(), out)
+            return out.clone()
         a, b = normal(N, K, dtype=FP8), normal(M, K, dtype=FP8)
         options = dict(bias=normal(M, dtype=dtype) if bias else None, fast_accumulation=fast_accumulation)
         assert cublaslt.gemm(a, b.t(), out, **scales, **options)
@@ -102,14 +107,3 @@ def test_tuning_changes_no_bit(N, K, M, dtype, bias, fast_accumulation, monkeypa
     monkeypatch.setattr(cublaslt, "plans", {})
     monkeypatch.setattr(cublaslt, "MIN_TUNED_SIZE", float("inf"))
     assert torch.equal(tuned, gemm(seed=2))
-
-
-@needs_gpu
-def test_16_bit_gemms_are_not_timed(monkeypatch):
-    def event(**_):
-        raise AssertionError("a GEMM was timed")
-
-    monkeypatch.setattr(torch.cuda, "Event", event)
-    monkeypatch.setattr(cublaslt, "plans", {})
-    a, b = normal(4096, 768, dtype=torch.bfloat16), normal(768, 3072, dtype=torch.bfloat16)
-    assert cublaslt.gemm(a, b, a.new_empty(4096, 3072))
