@@ -5,7 +5,8 @@ import torch
 
 from config import Config
 from model import GPT, GPTConfig
-from optim.optimizer import accumulation_steps, learning_rate, make_optimizer
+from optim.optimizer import make_optimizer
+from optim.schedules import accumulation_steps, learning_rate
 
 
 def tiny():
