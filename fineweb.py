@@ -129,7 +129,7 @@ def read_input_manifests(paths):
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Chunks: (state, tokens) in order; `state` is JSON-able and says where to read the chunk again
+# Chunks: (state, tokens) in order; `state` is JSON-serializable and says where to read the chunk again
 
 
 def tokenize_files(paths, state, workers):
@@ -240,7 +240,7 @@ def main():
     if flags.verify:
         shards = folder.verify()["shards"]
         documents, tokens = (sum(shard[name] for shard in shards) for name in ("documents", "tokens"))
-        print(f"{flags.out}: {len(shards)} files, {documents:,} documents, {tokens:,} tokens, all as written")
+        print(f"{flags.out}: {len(shards)} files, {documents:,} documents, {tokens:,} tokens, all SHA-256 match")
         return
     paths, progress = start_or_continue(folder, flags)
     try:
@@ -294,7 +294,7 @@ def start_or_continue(folder, flags):
     if progress and progress["flags"] != own:
         if progress["shards"]:
             old = " ".join(f"--{name} {value}" for name, value in progress["flags"].items() if value)
-            raise UserError(f"{folder.path} was begun with {old}: use these flags, choose another --out, or delete it")
+            raise UserError(f"{folder.path} was started with {old}: use these flags or another --out, or delete it")
         progress = None
     paths, source = find_source(flags, progress and progress["source"].get("revision"))
     if progress and progress["source"] != source:

@@ -33,7 +33,7 @@ WIDTHS = 3
 def load_items(path=None):
     """Multiple-choice items: a list of dict(ctx=str, endings=[str, ...], label=int, the index of the true ending).
 
-    path: a .jsonl file with these three in each line; by default HellaSwag's 10,042 validation items from the hub.
+    path: a .jsonl file with these keys on each line; by default HellaSwag's 10,042 validation items from the hub.
     Raises UserError if the items cannot be read or are something else.
     """
     source = "HellaSwag from the hub" if path is None else path

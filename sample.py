@@ -133,13 +133,13 @@ class Flags:
     prompt_file: str | None = None
     """Read the prompt from this file instead; - is standard input."""
     count: int | None = None
-    """Number of texts; by default 4, with --stream 1."""
+    """Number of texts; by default 4, or 1 with --stream."""
     max_new_tokens: int = 100
     """Tokens to generate after the prompt."""
     temperature: float = 1.0
     """Above 1 more random, below 1 less; 0 always takes the most likely token."""
     top_k: int = 50
-    """Draw from this many most likely tokens; 0 is all."""
+    """Draw from the k most likely tokens; 0 is all."""
     top_p: float = 1.0
     """Draw from the fewest tokens that together have this probability."""
     stream: bool = False

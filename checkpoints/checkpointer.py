@@ -21,7 +21,7 @@ class Checkpointer:
 
     def __init__(self, trainer, loader, log, step):
         """trainer: train_gpt2.Trainer. log: rank 0's RunLog, None on the other ranks. step: where the run starts; newer
-        checkpoints in its folder belong to a branch that the run leaves, and are set aside."""
+        checkpoints in its folder are renamed to *.abandoned."""
         self.config, self.distributed = trainer.config, trainer.distributed
         self.model, self.optimizer, self.scaler = trainer.model, trainer.optimizer, trainer.scaler
         self.loader = loader
@@ -32,7 +32,7 @@ class Checkpointer:
         self.pending = False  # a checkpoint is due, and waits for a finite step
         self._thread = ThreadPoolExecutor(1)
         self._writing = None
-        self._failed = False  # the last write
+        self._failed = False  # whether the last write failed
         if self.distributed.is_main:
             self._tidy(step)
         if self.config.checkpoint_every and self.distributed.device.type == "cuda":
@@ -51,7 +51,7 @@ class Checkpointer:
         if not (self.distributed.is_main or self.group):
             return
         training = dict(step=step, tokens=tokens, scaler=self.scaler.state_dict())
-        training["loader"] = dict(self.loader.state(), position=tokens)  # it may have read part of an interrupted step
+        training["loader"] = dict(self.loader.state(), position=tokens)  # the loader may be inside an interrupted step
         if self.log:
             training["run"] = dict(self.log.facts)
             self.log.flush(step)
@@ -76,7 +76,7 @@ class Checkpointer:
         Raises UserError on rank 0 if there are max_bad_steps of them, or if `step` is not saved.
         """
         self.wait()
-        self.distributed.all_reduce(0)  # a scheduler may end the job with the first process that exits
+        self.distributed.all_reduce(0)  # all wait: a scheduler may end the job when one process exits
         if not self.log:
             return
         problem = None
@@ -84,7 +84,7 @@ class Checkpointer:
             problem = f"the loss or the gradient was not finite in {bad_steps} steps in a row; {{}}; try a lower --lr"
         elif self.config.checkpoint_every and (self.saved < step or self._failed):
             problem = f"step {step} is not saved; {{}}; the same command with this --run_name "
-            problem += "goes on" if checkpoints_of(self.folder) else "begins again"
+            problem += "continues" if checkpoints_of(self.folder) else "starts over"
             if bad_steps:
                 problem = f"step {step} is not saved, its loss or gradient is not finite; {{}}; try a lower --lr"
         if problem:
@@ -112,7 +112,9 @@ class Checkpointer:
                 shutil.rmtree(folder.with_name(folder.name + ".unfinished"), ignore_errors=True)
             raise
         if self.distributed.is_main:
-            print(f"step {step:5d}/{self.config.max_steps} | checkpoint {folder}\n", end="")  # one write: a whole line
+            print(
+                f"step {step:5d}/{self.config.max_steps} | checkpoint {folder}\n", end=""
+            )  # one write, so that threads' lines do not mix
             try:
                 self._prune()
             except OSError as error:
@@ -126,15 +128,15 @@ class Checkpointer:
         kept = found[: self.config.keep_checkpoints] + ([min(scored, key=losses.get)] if scored else [])
         for path in found:
             if path not in kept:
-                doomed = path.with_name(path.name + ".unfinished")  # half a folder is never taken for a checkpoint
+                doomed = path.with_name(path.name + ".unfinished")  # a half-deleted folder must not look complete
                 path.rename(doomed)
                 shutil.rmtree(doomed)
 
     def _tidy(self, step):
-        """Remove what an interrupted write left, and set checkpoints from after `step` aside."""
+        """Delete unfinished checkpoints, and rename those after `step` to *.abandoned."""
         for torn in self.folder.glob("checkpoint_*.unfinished"):
             shutil.rmtree(torn, ignore_errors=True)
         for path in checkpoints_of(self.folder):
             if step_of(path) > step:
                 aside = path.rename(unused_name(path.with_name(path.name + ".abandoned")))
-                print(f"{path} is from after step {step}: set aside as {aside.name}")
+                print(f"{path} is newer than step {step}: renamed to {aside.name}")

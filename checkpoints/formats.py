@@ -29,7 +29,7 @@ def load(path):
     """
     stand_ins = [(Sizes, f"{module}.GPTConfig") for module in ("__main__", "train_gpt2", "model")]
     if Path(path).is_file() and not zipfile.is_zipfile(path):
-        raise ValueError("it is not what torch.save writes")
+        raise ValueError("it is not a file of torch.save")
     try:
         with torch.serialization.safe_globals(stand_ins):
             saved = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
@@ -42,9 +42,7 @@ def load(path):
         if sizes["n_head"] < 1:
             raise KeyError("n_head")
     except pickle.UnpicklingError as error:
-        raise ValueError(
-            f"it holds more than weights and settings, which is not executed: {first_line(error)}"
-        ) from error
+        raise ValueError(f"it holds pickled code, which is not executed: {first_line(error)}") from error
     except (RuntimeError, KeyError, TypeError, AttributeError, IndexError) as error:
         raise ValueError(f"it is neither nanoGPT's nor build-nanogpt's ({type(error).__name__}: {error})") from error
     weights, biases = {}, {}

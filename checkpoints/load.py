@@ -1,4 +1,4 @@
-"""Reading checkpoints and models: what is the newest, whether it is whole, its weights.
+"""Reading checkpoints and models: find the newest, verify it, load its weights.
 
 Nothing in a checkpoint can execute when it is loaded.
 """
@@ -25,7 +25,7 @@ LOADER = dict(position=int, total=int, seed=int, shuffle=bool)  # types of the l
 
 
 def newest(folder, distributed):
-    """The newest undamaged checkpoint of a run, or None if it has no checkpoint. Damaged ones are named.
+    """The newest undamaged checkpoint of a run, or None if it has no checkpoint. Prints each damaged one.
 
     A collective: rank 0 hashes the files. Raises UserError if all are damaged.
     """
@@ -37,10 +37,10 @@ def newest(folder, distributed):
                 verify(path)
                 return path.name
             except UserError as error:
-                print(f"{error}: trying the one before")
+                print(f"{error}: trying the previous one")
         if found:
             raise UserError(
-                f"every checkpoint in {folder} is damaged: choose another --run_name (--init_from takes weights alone)"
+                f"every checkpoint in {folder} is damaged: choose another --run_name (--init_from loads weights only)"
             )
 
     name = distributed.broadcast(distributed.on_main(look))

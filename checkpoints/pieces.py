@@ -37,7 +37,7 @@ def is_piece(name):
 
 
 def host_copy(tensor):
-    """A copy in host memory, page-locked if it comes from a GPU; a DTensor stays one, with its local shard copied."""
+    """A copy in host memory, page-locked if it comes from a GPU; a DTensor stays a DTensor, with its shard copied."""
     if not isinstance(tensor, DTensor):
         return to_host(tensor)
     copy = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda, memory_format=torch.contiguous_format)

@@ -34,8 +34,9 @@ class Start:
 
 
 def find_start(config, distributed):
-    """The Start that --resume and --init_from mean. If no run is named, sets config's run_name and log_dir to those of
-    the run that continues. A collective.
+    """The Start that --resume and --init_from select. A collective.
+
+    If no run is named, config's run_name and log_dir become those of the run that continues.
 
     Raises UserError for a path without a checkpoint, if all checkpoints are damaged, or if another process writes the
     run.
@@ -62,7 +63,7 @@ def find_checkpoint(config, distributed):
         found = load.newest(path, distributed)
         if found is None:
             raise UserError(
-                f"--resume {path}: there is no checkpoint; give auto, never, a checkpoint's folder, or that of a run"
+                f"--resume {path}: there is no checkpoint; give auto, never, or the folder of a checkpoint or run"
             )
     if config.run_name is None:
         config.log_dir, config.run_name = str(found.absolute().parent.parent), found.absolute().parent.name
@@ -72,8 +73,8 @@ def find_checkpoint(config, distributed):
 def existing_run(config):
     """(the run's name or None, whether it continues from its own newest checkpoint).
 
-    A run continues with --resume auto, after torchrun restarted its processes, and when the command that began it as a
-    branch of another run is repeated. Raises UserError if another process writes it.
+    A run continues with --resume auto, after torchrun restarted its processes, and when a command that began a
+    branch (--resume, another --run_name) is repeated. Raises UserError if another process writes it.
     """
     restarted = run_of_this_launch(config.log_dir)
     name = config.run_name or restarted
@@ -93,7 +94,7 @@ def existing_run(config):
 
 
 def changed_flags(start, config, world_size, flags):
-    """Notes about those of `flags` that differ from the checkpoint that training continues from.
+    """Notes about the flags among `flags` whose value differs from the checkpoint's.
 
     With batch_warmup_steps the batch grows from micro_batch_size and the number of ranks, so these count as well.
     """
@@ -105,7 +106,7 @@ def changed_flags(start, config, world_size, flags):
     changed = [name for name in now if name in flags and name in before and before[name] != now[name]]
     notes = [Note(name, now[name], f"the checkpoint was made with {before[name]}") for name in changed]
     if start.step >= config.max_steps:
-        notes.append(Note("max_steps", config.max_steps, "the checkpoint has that many steps: a larger one continues"))
+        notes.append(Note("max_steps", config.max_steps, "the checkpoint has reached it; raise it to continue"))
     return notes
 
 

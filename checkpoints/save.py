@@ -71,7 +71,7 @@ def scaled_modules(model):
 
 
 def write(folder, model, tensors, training, group=None):
-    """Write a snapshot and `training`, a JSON-able dictionary, to a new folder, which appears atomically.
+    """Write a snapshot and `training`, a JSON-serializable dictionary, to a new folder, which appears atomically.
 
     For a sharded model every rank calls this, with a gloo group of all ranks; `training` is rank 0's. Raises OSError.
     """

@@ -4,7 +4,7 @@
 HINTS = {
     "packed_attention": "it is called --packed_qkv",
     "fused_loss": "it is called --fused_cross_entropy",
-    "autotune": "there is no such flag any more: --fp8 tunes its GEMMs by itself",
+    "autotune": "there is no such flag: GEMMs are always tuned",
     "batch_size": "use --micro_batch_size (sequences on a device) or --total_batch_size (tokens in a step)",
     "device_batch_size": "use --micro_batch_size",
     "gradient_accumulation_steps": "use --total_batch_size, the tokens in a step",

@@ -142,7 +142,7 @@ class Loader:
         self._prefetched = collections.deque()
 
     def state(self):
-        """The position in the data, as a JSON-able dictionary; the same on every rank."""
+        """The position in the data, as a JSON-serializable dictionary; the same on every rank."""
         return dict(position=self.position, total=self.stream.total, seed=self.stream.seed, shuffle=self.stream.shuffle)
 
     def restore(self, state):

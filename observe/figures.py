@@ -145,7 +145,7 @@ def roofline(table, peak_flops, bandwidth, facts, path):
     ax.set(xscale="log", yscale="log", xlim=(low, high), ylim=(0.2, 2.2 * peak))
     for axis in (ax.xaxis, ax.yaxis):
         axis.set_major_formatter("{x:g}")
-    ax.set_xlabel("arithmetic intensity: FLOPs for each byte that has to move", color=INK)
+    ax.set_xlabel("arithmetic intensity: FLOPs per byte", color=INK)
     ax.set_ylabel("TFLOP/s reached", color=INK)
     ax.set_title(f"Roofline: {about(facts)}", loc="left", fontsize=11, color=INK)
     figure.savefig(path)

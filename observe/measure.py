@@ -18,7 +18,7 @@ from common.cli import UserError
 
 SETTLING_STEPS = 5  # steps that are not measured: compilation, the allocator's growth, the clock's settling
 OUT_OF_MEMORY = "out of memory"
-# Environment variables that torchrun sets for its own processes, not for those that they start
+# Environment variables that torchrun sets for its ranks; child processes must not inherit them
 TORCHRUN = re.compile(
     r"(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)$|ROLE_NAME$|MASTER_(ADDR|PORT)$|TORCHELASTIC_|TORCH_NCCL_ASYNC_ERROR"
 )
@@ -43,7 +43,7 @@ def measure(arguments, folder, name, ranks, steps, bar):
 
     environment = {key: value for key, value in os.environ.items() if not TORCHRUN.match(key)}
     if "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("OMP_NUM_THREADS") == "1":
-        del environment["OMP_NUM_THREADS"]  # torchrun set it for its processes, and sets it again for those of DDP
+        del environment["OMP_NUM_THREADS"]  # torchrun's value for its ranks; the DDP rung's torchrun sets it again
     began = bar.n
     output = open(folder / f"{name}.txt", "w", buffering=1)
     process = subprocess.Popen(
@@ -81,7 +81,7 @@ def measure(arguments, folder, name, ranks, steps, bar):
 
 def explain(output, code, where):
     """Status and reason of a run that ended with exit code `code`, not 0."""
-    if code == -signal.SIGKILL:  # Linux's answer when host memory runs out
+    if code == -signal.SIGKILL:  # Linux kills the process when host memory runs out
         return dict(status="skipped", reason=OUT_OF_MEMORY)
     lines = output.strip().splitlines() or ["no output"]
     error = next((line.partition(": ")[2] for line in lines if line.startswith(("error: ", "error (rank "))), None)
@@ -122,7 +122,7 @@ def save(folder, kind, steps, results, markdown, draw):
 
 
 def report_failures(results):
-    """Raises UserError if a run failed, by a bug and not for want of something."""
+    """Raises UserError if a run failed because of a bug; skipped runs do not count."""
     failed = [result["name"] for result in results if result["status"] == "failed"]
     if failed:
         raise UserError(f"{len(failed)} of {len(results)} runs failed: {', '.join(failed)}; the reasons are above")

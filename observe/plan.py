@@ -36,7 +36,7 @@ def print_plan(
     data += f"{len(val_stream.shards)} val, {val_stream.total:,} tokens"
     mfu = "unknown for this device: give --peak_tflops"
     if log.peak_flops:
-        mfu = f"of a peak of {log.peak_flops / 1e12 / world_size:g} TFLOP/s a device"
+        mfu = f"relative to {log.peak_flops / 1e12 / world_size:g} TFLOP/s a device"
     cuda = f", CUDA {facts['cuda']}" if facts["cuda"] else ""
     lines = [
         ("device", f"{world_size} × {facts['hardware']}; PyTorch {facts['torch']}{cuda}"),

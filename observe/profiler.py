@@ -111,7 +111,7 @@ def make_table(seconds, total, steps, peaks, work):
 
 def print_table(table, steps, total, title, peaks):
     """Print one line per category."""
-    print(f"profile of {steps} steps of {1000 * total / steps:.2f} ms, the tracing included: {title}")
+    print(f"profile of {steps} steps of {1000 * total / steps:.2f} ms, tracing included: {title}")
     columns = f" {'FLOP/byte':>10s} {'TFLOP/s':>8s} {'of roof':>8s}" if peaks else ""
     print(f"{'':16s} {'ms a step':>10s} {'share':>7s}{columns}")
     for name, row in table.items():

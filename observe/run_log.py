@@ -24,15 +24,14 @@ MIN_SPIKE_WINDOW = 20  # with fewer losses the standard deviation says little
 class RunLog:
     """Prints and logs one run. Only rank 0 makes one.
 
-    log.txt has lines of `{step} {stream} {value}`, stream one of train, val, hella; metrics.jsonl has everything else,
-    one object per line. A step's number is the number of updates before the step.
+    log.txt has lines of `{step} {stream} {value}`, stream one of train, val, hella; metrics.jsonl has
+    everything, one object per line. A step's number is the number of updates before the step.
     """
 
     def __init__(self, config, device, world_size, flops_per_token, resumed=None, training=None):
         """resumed: the checkpoint that the run continues from; training: the contents of its training.json.
 
-        The logs keep the lines of the steps before the checkpoint's, and those evaluations of the checkpoint's own step
-        that are not due again.
+        The logs keep all lines before the checkpoint's step, and at that step the evaluations that do not run again.
         Raises UserError when the folder belongs to a finished or running run, or cannot be written.
         """
         self.config = config
@@ -131,7 +130,7 @@ class RunLog:
             os.fsync(self.metrics_jsonl.fileno())
 
     def close(self, finished=True):
-        """End the log. finished: whether the run is complete, which a new run of the same name must not overwrite."""
+        """End the log. finished: whether the run is complete; a new run of this name must not overwrite it."""
         self.facts["finished"] = finished
         try:
             self._write_facts()
@@ -154,7 +153,7 @@ class RunLog:
             return None
         facts = facts_of(self.folder)
         if "finished" not in facts:
-            raise UserError(f"{self.folder} holds something else: choose another --run_name, or delete it")
+            raise UserError(f"{self.folder} is not a run's folder: choose another --run_name, or delete it")
         own = resumed and resumed.resolve().parent == self.folder.resolve()
         if not own and (facts["finished"] or checkpoints_of(self.folder)):
             raise UserError(f"{self.folder} already holds a run: choose another --run_name, or delete it")

@@ -45,7 +45,7 @@ class WandbPage:
                     config=facts,
                     settings=wandb.Settings(silent=True, init_timeout=60),
                 )
-                # A metric of our own as the x axis: wandb's step cannot go back to that of a checkpoint
+                # A metric of our own as the x axis: wandb's step cannot decrease, as on a resume
                 self.run.define_metric("step", hidden=True)
                 self.run.define_metric("*", step_metric="step")
                 self.run.define_metric("by_tokens/*", step_metric="tokens")

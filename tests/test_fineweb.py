@@ -92,7 +92,7 @@ def test_odd_documents(command, tmp_path):
     expected = ["fine", "", "", "na\ufffd", "\ufffd\ufffd<|endoftext|>", "word " * 2000, "a" * 200_000, "end"]
     assert np.array_equal(np.concatenate(shards), plain_tokens(expected))
     assert command("fineweb.py", "--out", "odd", "--verify").stdout == (
-        f"odd: {len(shards)} files, 8 documents, {len(plain_tokens(expected)):,} tokens, all as written\n"
+        f"odd: {len(shards)} files, 8 documents, {len(plain_tokens(expected)):,} tokens, all SHA-256 match\n"
     )
 
 
@@ -210,7 +210,7 @@ def test_an_interrupted_call_continues(command, documents, tmp_path, after):
     with pytest.raises(UserError, match="parts is not complete"):
         open_shards(tmp_path / "parts", "val")
     other = command("fineweb.py", *arguments, "--out", "parts", "--shard_size", 500)
-    expect_error(other, "was begun with", "--shard_size 333")
+    expect_error(other, "was started with", "--shard_size 333")
     (tmp_path / "docs9.parquet").write_bytes((tmp_path / "docs0.parquet").read_bytes())
     expect_error(command("fineweb.py", *arguments, "--out", "parts"), "other files")
     (tmp_path / "docs9.parquet").unlink()

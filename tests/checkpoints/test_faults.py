@@ -214,13 +214,13 @@ def test_a_full_disk_leaves_the_checkpoint_before(tmp_path, corpus, train):
         )
 
     done = train_limited("full")
-    expect_error(done, "step 7 is not saved", "newest checkpoint is log/full/checkpoint_000003", "goes on")
+    expect_error(done, "step 7 is not saved", "newest checkpoint is log/full/checkpoint_000003", "continues")
     assert done.stdout.count("the checkpoint was not written") == 2
     assert [path.name for path in run.glob("checkpoint_*")] == ["checkpoint_000003"]
     assert logged(run) == logged(whole)
 
     done = train_limited("new")
-    expect_error(done, "step 7 is not saved", "there is no checkpoint", "begins again")
+    expect_error(done, "step 7 is not saved", "there is no checkpoint", "starts over")
     assert done.stdout.count("the checkpoint was not written") == 3
     again = train("new", *EVERY_3, "--max_steps", 7, drop="--checkpoint_every --val_every --max_steps")
     same(again, whole, 7)

@@ -52,7 +52,7 @@ def test_the_plan(tmp_path, capsys):
         ("on", "tf32, flash, autocast bf16 (off: compile, fp8)"),
         ("data", "edu_fineweb10B: 3 train shards, 10,240 tokens; 1 val, 500 tokens"),
         ("HellaSwag", "10,042 items"),
-        ("MFU", "of a peak of 10 TFLOP/s a device"),
+        ("MFU", "relative to 10 TFLOP/s a device"),
         ("log", f"{tmp_path}/run/"),
         ("watch", f"{tmp_path}/run/metrics.jsonl"),
         ("note", "fp8 is off: it is for NVIDIA GPUs, this is cpu"),

@@ -107,7 +107,7 @@ def test_a_run_with_checkpoints_is_never_overwritten(tmp_path):
 def test_a_folder_that_is_no_runs_is_left_alone(tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "thesis.txt").write_text("")
-    with pytest.raises(UserError, match="holds something else"):
+    with pytest.raises(UserError, match="is not a run's folder"):
         make_log(tmp_path)
 
 
