@@ -1,6 +1,6 @@
 """Time the training step on random tokens: no data, no evaluations, no files.
 
-python bench.py                                    # GPT-2 124M, everything on, on one GPU
+python bench.py                                    # GPT-2 124M with the default optimizations, on one GPU
 python bench.py --steps 50 --fp8 --no_flash        # any flag of train_gpt2.py
 torchrun --standalone --nproc_per_node=8 bench.py
 """
@@ -16,7 +16,7 @@ from tqdm import trange
 from common.cli import UserError, given, out_of_memory, parse, run
 from common.device import be_deterministic
 from common.peer_flags import HINTS
-from config import GROUPS, Config, defaults, refuse_idle_flags, resolve
+from config import GROUPS, Config, defaults, refuse_unavailable_flags, resolve
 from observe.hardware import environment, flops_per_token, peak_memory, peak_tflops
 from observe.measure import SETTLING_STEPS
 from parallel import fsdp, process_group
@@ -61,7 +61,7 @@ def time_steps(config, distributed):
     # a warm-up would keep the weights near their random start, where the same kernels draw more power and so are slower
     config = replace(config, warmup_steps=0, lr_schedule="constant")
     config, notes = resolve(config, distributed, free_memory(distributed))
-    refuse_idle_flags(given(sys.argv), notes)
+    refuse_unavailable_flags(given(sys.argv), notes)
     for note in notes if distributed.is_main else ():
         print(f"note       {note}")
     trainer = build(config, distributed)
@@ -82,7 +82,7 @@ def time_steps(config, distributed):
 
 
 def report(trainer, tokens, seconds):
-    """Print the median rate. tokens: of a step; seconds: of each step, the first ones included."""
+    """Print the median rate. tokens: per step; seconds: of every step, warm-up included."""
     config, distributed = trainer.config, trainer.distributed
     step = statistics.median(seconds[SETTLING_STEPS:])
     rate = tokens / step

@@ -39,17 +39,17 @@ class Basics:
     max_steps: int = 19073
     """Training steps; the default is one epoch of 10B tokens."""
     micro_batch_size: int | None = None
-    """Sequences in one forward and backward of a device; by default what fits. Changes speed and memory only."""
+    """Sequences in one forward pass of a device; by default, what fits. Changes speed and memory, not the batch."""
     lr: float = 6e-4
     """Peak learning rate."""
     run_name: str | None = None
     """Folder of the run in log_dir, and its name on wandb; by default the model and the time of day."""
     resume: str = "auto"
-    """auto: continue the run that --run_name names, if it has a checkpoint. never. A path: of a checkpoint or a run."""
+    """auto: the newest checkpoint of --run_name, if any; never: start anew; or the path of a checkpoint or run."""
     wandb: Literal["auto", "online", "offline", "disabled"] = "auto"
     """auto: online if wandb is logged in, else offline."""
     ladder: bool = False
-    """Measure what each optimization buys: a short run with all of them off, then one more with each turned on."""
+    """Measure what each optimization buys: a short run with all off, then one run for each optimization added."""
 
 
 @dataclass
@@ -67,7 +67,7 @@ class Model:
     seq_len: int = 1024
     """Sequence length in tokens."""
     init_from: str = "scratch"
-    """Initial weights: scratch, a checkpoint, a Hugging Face folder, or a name on its hub such as gpt2."""
+    """Initial weights: scratch, a checkpoint, a Hugging Face folder, a name on its hub such as gpt2, a nanoGPT .pt."""
     seed: int = 1337
     """Seed of the initial weights, the data order and the samples."""
 
@@ -82,9 +82,11 @@ class Data:
     """Shuffle documents by the seed, anew each epoch; --no_shuffle reads the shards in order."""
 
 
-Switches = make_dataclass(
-    "Switches", [(row.name, Annotated[bool, tyro.conf.arg(help=row.buys + ".")], row.default) for row in SWITCHES]
-)
+def help_of(row):
+    return tyro.conf.arg(help=f"{row.help[0].upper()}{row.help[1:]}.")
+
+
+Switches = make_dataclass("Switches", [(row.name, Annotated[bool, help_of(row)], row.default) for row in SWITCHES])
 
 
 @dataclass
@@ -124,7 +126,7 @@ class Recipe:
     grad_clip: float = 1.0
     """Clip the gradient to this norm; 0 is off."""
     batch_warmup_steps: int = 0
-    """Steps in which the batch grows from one micro-batch a device, as GPT-3's did; 0 is off."""
+    """Steps of linear batch-size warm-up from one micro-batch per device, as GPT-3's; 0 is off."""
 
 
 @dataclass
@@ -134,24 +136,24 @@ class SeveralGPUs:
     TITLE = "several GPUs"
 
     parallel: Literal["ddp", "zero2", "zero3", "hsdp"] = "ddp"
-    """What a GPU holds. ddp: everything. zero2: all weights in bf16, a shard of gradients and optimizer state.
-    zero3: a shard of everything. hsdp: a shard of its machine's copy."""
+    """What a GPU holds. ddp: everything. zero3: a shard of everything.
+    zero2: as zero3, but weights stay gathered during a step. hsdp: zero3 in each group of --shard_ranks ranks."""
     shard_ranks: int | None = None
-    """Ranks that share one copy of the weights with hsdp; by default those of a machine."""
+    """With hsdp: number of ranks that share one copy of the weights; by default the ranks of a machine."""
     activation_checkpointing: Literal["off", "full", "selective"] = "off"
     """Recompute a block's activations in backward instead of keeping them: all, or only those that are cheap."""
 
 
 @dataclass
 class Evaluation:
-    """Validation, HellaSwag and samples. They, and checkpoints, also come after the last step."""
+    """Validation, HellaSwag and samples. All, and checkpoints, also run after the last step."""
 
     TITLE = "evaluation"
 
     val_every: int = 250
     """Steps between validations; 0 is off."""
     val_steps: int = 20
-    """Validate on this many times total_batch_size tokens, or on all there are."""
+    """Validation tokens in units of total_batch_size, at most all there are."""
     hellaswag_every: int = 250
     """Steps between HellaSwag evaluations; 0 is off."""
     hellaswag_data: str | None = None
@@ -200,7 +202,7 @@ class Measuring:
         str,
         tyro.conf.arg(
             help="The ladder's rungs, comma-separated, in the order to climb; a+b turns on both in one rung. A rung "
-            f"that is not named stays off. They are {', '.join(RUNGS)}; all of them but fp8, unless --fp8 is given."
+            f"that is not named stays off. Rungs: {', '.join(RUNGS)}. all: without fp8, unless --fp8 is given."
         ),
     ] = "all"
     ladder_steps: int = 20
@@ -245,8 +247,8 @@ DEMO = Config(
 
 
 def defaults(arguments):
-    """The default Config of a command line: DEMO with --demo, and for a --ladder without a GPU, unless the command line
-    says what to train on what."""
+    """A command line's default Config: DEMO with --demo, and with --ladder if there is no GPU and no flag names data,
+    model or device."""
     if {"--help", "-h"} & set(arguments):
         return Config()
     if "--demo" in arguments:
@@ -263,13 +265,13 @@ def flags(config):
 
 
 def flags_that_matter():
-    """Flags that decide what a run computes, beyond the order of sums: a resumed run names those that have changed."""
+    """Flags that change a run's results by more than summation order; a resumed run reports their changes."""
     own = {"model", "n_layer", "n_head", "n_embd", "seq_len", "seed", "shuffle", "max_steps"}
     return own | {field.name for field in dataclasses.fields(Recipe)} | flags_that_change("rounding", "recipe")
 
 
-def refuse_idle_flags(given_flags, notes):
-    """Raises UserError for a flag that a person gave and that a Note turned off."""
+def refuse_unavailable_flags(given_flags, notes):
+    """Raises UserError if a flag on the command line was turned off."""
     for note in notes:
         if note.flag in given_flags and is_off(note):
             raise UserError(f"--{note.flag} does nothing here: {note.reason}; leave it out")
@@ -280,7 +282,7 @@ def refuse_idle_flags(given_flags, notes):
 
 
 def resolve(config, distributed, free_memory=None, pretrained=None, resumed=None, step=0):
-    """Compute what follows from the flags and the device, and check that everything fits together.
+    """Fill in the flags that depend on the device or on other flags, and check all of them.
 
     free_memory: bytes, from parallel.memory. pretrained: the GPTConfig of the weights to start from. resumed: the
     checkpoint that training continues from, at step `step`.
@@ -320,7 +322,7 @@ def resolve(config, distributed, free_memory=None, pretrained=None, resumed=None
 
 
 def set_sizes(config, pretrained, resumed):
-    """Set the model's sizes, in place. Raises UserError where flags contradict the weights."""
+    """Set the model's sizes, in place. Raises UserError if flags contradict them."""
     sizes = ("n_layer", "n_head", "n_embd")
     if config.init_from != "scratch":
         if config.n_layer or config.n_head or config.n_embd or config.model != "gpt2":
@@ -350,7 +352,7 @@ def set_sizes(config, pretrained, resumed):
 
 
 def check_parallel(config, distributed, notes):
-    """Settle how the model is spread over the ranks, in place. Raises UserError for what cannot be."""
+    """Check --parallel and the flags that go with it, in place. Raises UserError if they conflict."""
     if config.shard_ranks and config.parallel != "hsdp":
         raise UserError(f"--shard_ranks is for --parallel hsdp, this is {config.parallel}")
     if config.parallel == "ddp":
@@ -368,7 +370,7 @@ def check_parallel(config, distributed, notes):
                 f"--shard_ranks {config.shard_ranks} does not divide {distributed.world_size} ranks: try one of {fits}"
             )
         if distributed.world_size == config.shard_ranks:
-            notes.append(Note("parallel", "hsdp", "one copy takes all ranks, which is zero3"))
+            notes.append(Note("parallel", "hsdp", "all ranks share one copy, which is zero3"))
         if config.shard_ranks == 1:
             notes.append(Note("parallel", "hsdp", "each rank holds a whole copy, which is ddp"))
 

@@ -1,4 +1,4 @@
-"""What each optimization buys on this machine: short runs of train_gpt2.py, compared.
+"""Measure each optimization's gain on this machine, by short runs of train_gpt2.py.
 
     python train_gpt2.py --ladder                                           # turn the optimizations on, one by one
     python ladder.py --sweep micro_batch_size=8,16,32,64 seq_len=512,1024   # the best of a grid of flags
@@ -29,7 +29,7 @@ from optimizations import RUNGS, turn_off_unavailable
 from parallel.memory import choose_micro_batch_size
 from parallel.process_group import Distributed
 
-FIRST_MICRO_BATCH = 16  # of the first rungs on a GPU, if it fits: what an 80 GB A100 can hold with everything off
+FIRST_MICRO_BATCH = 16  # of the first rungs on a GPU, halved until it fits; an 80 GB A100 can hold it
 EVALUATIONS = ("val_every", "hellaswag_every", "sample_every", "checkpoint_every")  # off in a measurement
 
 # Flags that a measurement sets itself, or that have no effect in it
@@ -47,7 +47,7 @@ class Sweep:
     TITLE = "sweep"
 
     sweep: tuple[str, ...] = ()
-    """For each axis a flag of train_gpt2.py and its values, as micro_batch_size=8,16 compile=on,off."""
+    """Axes: flags of train_gpt2.py with their values, such as micro_batch_size=8,16 compile=on,off."""
 
 
 @dataclass
@@ -68,7 +68,7 @@ def main():
 
 
 def check(config):
-    """Raises UserError for what would fail in every run."""
+    """Raises UserError if every run would fail."""
     check_bounds(config)
     if config.profile:
         raise UserError("--profile is for a single run: tracing would slow down what is measured here")
@@ -77,12 +77,11 @@ def check(config):
 
 
 def short_run(config):
-    """The command line of a measurement: (arguments of train_gpt2.py, number of steps)."""
-    steps = SETTLING_STEPS + config.ladder_steps
+    """The arguments of train_gpt2.py for a measurement."""
     off = dict.fromkeys((*EVALUATIONS, "batch_warmup_steps"), 0)
     off |= dict(ladder=False, rungs="all", ladder_steps=Config.ladder_steps)
     off |= dict(log_dir=Config.log_dir, run_name=None, wandb_group=None)
-    return flags(dataclasses.replace(config, **off, max_steps=steps)), steps
+    return flags(dataclasses.replace(config, **off, max_steps=SETTLING_STEPS + config.ladder_steps))
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -101,18 +100,18 @@ def climb(config):
     if int(os.environ.get("RANK", 0)):
         return  # torchrun's rank 0 starts the processes of every rung
     if config.fp8 and config.parallel != "ddp":
-        raise UserError(f"--fp8 goes with --parallel ddp, not {config.parallel}")
+        raise UserError(f"--fp8 needs --parallel ddp, not {config.parallel}")
     rungs = [("baseline",), *choose_rungs(config.rungs, count_devices(config), config.fp8)]
     check(config)
     folder = prepare(config.log_dir, config.run_name, "ladder")
     print(f"results: {folder}/" + (", of the demo's small model (GPT-2 needs a GPU, and data)" if config.demo else ""))
-    # the learning rate's whole schedule fits into these few steps
+    # shorten the warm-up so that the schedule fits into the run
     squeezed = min(config.warmup_steps, (SETTLING_STEPS + config.ladder_steps) // 4)
     config = dataclasses.replace(config, warmup_steps=squeezed)
     device = torch.device(choose_device_type(config.device))
     first = first_micro_batch(config, device)
 
-    on = []  # names of the rungs that are climbed
+    on = []  # rungs done
     before = None  # the config of the last rung that ran
     results = []
     print("  ".join(title.ljust(w) if i == 0 else title.rjust(w) for i, (title, w) in enumerate(zip(COLUMNS, WIDTHS))))
@@ -121,7 +120,7 @@ def climb(config):
     def show(result):
         results.append(result)
         bar.write(row(result, results))
-        bar.write(doubt(result), end="")
+        bar.write(uneven_warning(result), end="")
         save(folder, "ladder", config.ladder_steps, results, markdown(results), partial(figures.ladder, results))
 
     with tqdm(total=len(rungs) * steps, unit="step", leave=False, disable=None) as bar:
@@ -136,12 +135,12 @@ def climb(config):
                 bar.update(steps)
                 continue
             folder_name = f"{index:02d}_{'+'.join(map(str, names))}"
-            result = measure(short_run(rung)[0], folder, folder_name, ranks, steps, bar)
+            result = measure(short_run(rung), folder, folder_name, ranks, steps, bar)
             while index == 0 and result.get("reason") == OUT_OF_MEMORY and first > 1:
-                first //= 2  # the first rung's micro-batch is the largest that fits
+                first //= 2  # halve until the baseline fits into memory
                 bar.update(-steps)
                 rung, _ = fit_rung(config, on, names, first, Distributed(0, 1, device), None)
-                result = measure(short_run(rung)[0], folder, f"{folder_name}_B{first}", ranks, steps, bar)
+                result = measure(short_run(rung), folder, f"{folder_name}_B{first}", ranks, steps, bar)
             if index == 0 and result["status"] == "skipped" and result["reason"] != OUT_OF_MEMORY:
                 raise UserError(result["reason"])  # a mistake in the flags fails every rung
             if result["status"] == "done":
@@ -155,12 +154,12 @@ def climb(config):
     report_failures(results)
 
 
-def doubt(result):
+def uneven_warning(result):
     """A line about a measurement whose steps are uneven, or an empty string."""
     if result.get("spread", 0) < 0.3:
         return ""
     return (
-        f"    (its steps are uneven, the middle half spans {result['spread']:.0%}: is something else running here?)\n"
+        f"    (uneven steps: the interquartile range is {result['spread']:.0%} of the median; is the device shared?)\n"
     )
 
 
@@ -177,7 +176,7 @@ def choose_rungs(text, devices, fp8=False):
     """Tuples of names from --rungs. DDP's are ("ddp", 2), ("ddp", 4), ... up to all devices; "all" contains fp8 only
     with --fp8.
 
-    Raises UserError for a name that does not exist or comes twice, and for an order that cannot be.
+    Raises UserError for a name that does not exist or comes twice, and for an invalid order.
     """
     every = ",".join(name for name in RUNGS if name != "fp8" or fp8)
     text = every if text.strip() == "all" else text.replace(" ", "")
@@ -189,7 +188,7 @@ def choose_rungs(text, devices, fp8=False):
         if names.count(name) > 1:
             raise UserError(f"--rungs names {name} twice")
     if "micro_batch" in names and "accumulation" not in names[: names.index("micro_batch")]:
-        raise UserError("--rungs: micro_batch needs accumulation before it, since a micro-batch is a part of a batch")
+        raise UserError("--rungs: micro_batch needs accumulation before it, until then a batch is one micro-batch")
     if "ddp" in names and "accumulation" not in names:
         raise UserError("--rungs: ddp needs accumulation before it, since the GPUs divide one batch")
     if "ddp" in names:
@@ -201,7 +200,7 @@ def choose_rungs(text, devices, fp8=False):
 
 
 def first_micro_batch(config, device):
-    """The micro-batch of the first rungs: 16 on a GPU, or what is asked for if that is less, and divides the batch."""
+    """Micro-batch size of the first rungs: at most 16 on a GPU and 1 elsewhere, halved until it divides the batch."""
     size = min(FIRST_MICRO_BATCH, config.micro_batch_size or FIRST_MICRO_BATCH) if device.type == "cuda" else 1
     while size > 1 and config.total_batch_size % (size * config.seq_len):
         size //= 2
@@ -229,7 +228,7 @@ def fit_rung(config, on, names, first, distributed, before):
 
 
 def with_rungs(config, on, first):
-    """config with every rung off that is not in `on`; first: the micro-batch size without its rung."""
+    """config with only the rungs in `on`; first: the micro-batch size before the micro_batch rung."""
     changes = {flag: value for row in RUNGS.values() if row.name not in on for flag, value in row.off.items()}
     if "micro_batch" not in on:
         changes["micro_batch_size"] = first
@@ -282,7 +281,7 @@ def markdown(results):
         lines.append(f"| {' | '.join(texts + [''] * (len(COLUMNS) - len(texts)))} |")
     lines += [
         "",
-        "Losses are those of the last step: compare them where the recipe and the tokens a step are the same.",
+        "Losses are those of the last step: compare only rows with the same recipe and tokens a step.",
     ]
     return "\n".join(lines)
 
@@ -308,11 +307,12 @@ def sweep(config):
     results = []
     grid = list(itertools.product(*axes.values()))
     width = max(len(describe(dict(zip(axes, values)))) for values in grid)
-    with tqdm(total=len(grid) * (SETTLING_STEPS + config.ladder_steps), unit="step", leave=False, disable=None) as bar:
+    steps = SETTLING_STEPS + config.ladder_steps
+    with tqdm(total=len(grid) * steps, unit="step", leave=False, disable=None) as bar:
         for index, values in enumerate(grid):
             cell = dict(zip(axes, values))
             bar.set_description(describe(cell))
-            arguments, steps = short_run(dataclasses.replace(config, **cell))
+            arguments = short_run(dataclasses.replace(config, **cell))
             result = measure(arguments, folder, f"{index:02d}", 1, steps, bar) | dict(cell=cell)
             results.append(result)
             if result["status"] == "done":
@@ -322,7 +322,7 @@ def sweep(config):
             else:
                 text = f"{result['status']}: {result['reason']}"
             bar.write(f"{describe(cell):{width}}  {text}")
-            bar.write(doubt(result), end="")
+            bar.write(uneven_warning(result), end="")
             draw = partial(figures.heat_map, axes, results)
             save(folder, "sweep", config.ladder_steps, results, sweep_markdown(axes, results), draw)
     done = sorted((r for r in results if r["status"] == "done"), key=lambda r: r["tokens_per_sec"], reverse=True)
@@ -334,10 +334,10 @@ def sweep(config):
 
 
 def read_axis(text):
-    """ "micro_batch_size=8,16" as ("micro_batch_size", [8, 16]). Raises UserError for no flag, or no values of it."""
+    """ "micro_batch_size=8,16" as ("micro_batch_size", [8, 16]). Raises UserError for a bad flag or bad values."""
     name, _, values = text.partition("=")
     if name in NOT_SWEPT:
-        raise UserError(f"--sweep {text}: {name} has no effect in a sweep, which measures one process")
+        raise UserError(f"--sweep {text}: a sweep sets or ignores {name}")
     types = typing.get_type_hints(Config)
     if name not in types or not values:
         raise UserError(f"--sweep {text}: it takes a flag of train_gpt2.py and its values, as micro_batch_size=8,16")

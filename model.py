@@ -1,4 +1,4 @@
-"""GPT-2: attention, MLP, block, GPT; its loss, generation with a KV cache, Hugging Face in and out.
+"""GPT-2: attention, MLP, block, GPT; loss, KV cache, loading and saving in Hugging Face's format.
 
 Architecture: Radford et al. 2019, "Language Models are Unsupervised Multitask Learners", with parameter names
 as OpenAI and Hugging Face have them. Shapes: B batch, T sequence, C embedding width, H heads, V vocabulary.
@@ -22,7 +22,7 @@ TRANSPOSED = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "ml
 
 @dataclass
 class GPTConfig:
-    seq_len: int = 1024  # positions the model knows
+    seq_len: int = 1024  # maximum sequence length
     vocab_size: int = 50257
     n_layer: int = 12
     n_head: int = 12
@@ -44,15 +44,15 @@ class GPTConfig:
         return -(-self.vocab_size // 128) * 128 if self.pad_vocab else self.vocab_size
 
 
-def causal_attention(q, k, v, hidden=None):
+def causal_attention(q, k, v, mask=None):
     """softmax(q kᵀ / √D) v with the (T, S) matrix in memory. q (B, H, T, D), k and v (B, H, S, D).
 
-    hidden (1, S) bool: the keys that are masked; by default the causal mask.
+    mask (1, S) bool: True hides a key; by default the causal mask.
     """
     scores = (q @ k.transpose(-2, -1)) / math.sqrt(q.size(-1))  # (B, H, T, S)
-    if hidden is None:
-        hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
-    scores = scores.masked_fill(hidden, float("-inf"))
+    if mask is None:
+        mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
+    scores = scores.masked_fill(mask, float("-inf"))
     return F.softmax(scores, dim=-1).to(v.dtype) @ v  # (B, H, T, D)
 
 
@@ -77,12 +77,12 @@ class CausalSelfAttention(nn.Module):
             part.view(B, T, self.n_head, C // self.n_head).transpose(1, 2)  # (B, H, T, C/H)
             for part in qkv.split(C, dim=2)
         )
-        k, v, hidden = past.append(k, v) if past else (k, v, None)
+        k, v, mask = past.append(k, v) if past else (k, v, None)
         # flash: one kernel that never writes the (T, T) matrix to memory (Dao et al. 2022)
-        if self.flash and hidden is None:
+        if self.flash and mask is None:
             y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         else:
-            y = causal_attention(q, k, v, hidden)
+            y = causal_attention(q, k, v, mask)
         y = y.transpose(1, 2).reshape(B, T, C)
         return self.c_proj(y)
 
@@ -96,7 +96,7 @@ class MLP(nn.Module):
         self.c_proj = nn.Linear(4 * config.n_embd, config.n_embd)
 
     def forward(self, x):
-        # fused_gelu: GEMM epilogues compute GELU and its gradient before they write (B, T, 4C)
+        # fused_gelu: GELU and its gradient run in GEMM epilogues, without a pass over (B, T, 4C)
         if self.fused_gelu:
             return fused_mlp(x, self.c_fc, self.c_proj, self.keep_gelu)
         return self.c_proj(F.gelu(self.c_fc(x), approximate="tanh"))
@@ -109,7 +109,7 @@ class Block(nn.Module):
         self.attn = CausalSelfAttention(config)
         self.ln_2 = nn.LayerNorm(config.n_embd)
         self.mlp = MLP(config)
-        self.recompute = None  # arguments of torch.utils.checkpoint; see parallel/activation_checkpointing.py
+        self.recompute = None  # options for torch.utils.checkpoint, from parallel/activation_checkpointing.py
 
     def forward(self, x, past=None):
         # activation_checkpointing: backward recomputes the block's activations instead of keeping them
@@ -133,7 +133,7 @@ class Cache:
         self.slots = torch.arange(capacity, device=device)
         self.layers = [PastKeysValues(self) for _ in range(n_layer)]
 
-    def take(self, T):
+    def reserve(self, T):
         """Reserve slots for T tokens: the whole prompt, or one token. Returns their positions, (T,)."""
         self.positions = self.slots[:T] + self.length
         self.length += T
@@ -149,8 +149,8 @@ class PastKeysValues:
         self.k = self.v = None
 
     def append(self, k, v):
-        """Store keys and values, (B, H, T, D) each. Returns the keys and values to attend to, and a (1, capacity) bool
-        mask of the slots that are still empty: the prompt's own and None for a prompt, the buffers for one token."""
+        """Store keys and values, (B, H, T, D) each. Returns (keys, values, mask) to attend to. For a prompt: its own
+        keys and values, and no mask. For one token: the buffers, and a (1, capacity) bool mask of their empty slots."""
         B, H, T, D = k.shape
         if self.k is None:  # zeros, not uninitialized memory: attention multiplies masked values by 0
             self.k, self.v = (x.new_zeros(B, H, len(self.cache.slots), D) for x in (k, v))
@@ -178,8 +178,8 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def init_weights(self, fill=torch.Tensor.copy_):
-        """GPT-2's initialization (Radford et al. 2019): N(0, 0.02), biases 0; the 2L projections into the residual
-        stream N(0, 0.02/√(2L)).
+        """Initial weights: N(0, 0.02), biases 0; the 2L projections into the residual stream N(0, 0.02/√(2L))
+        (Radford et al. 2019, section 2.3).
 
         Weights are drawn in host memory one after the other, so they depend on the seed alone. fill(parameter, weight)
         copies each into its parameter, which may be sharded over ranks.
@@ -212,16 +212,16 @@ class GPT(nn.Module):
 
         idx (B, T) int64. targets (B, T) int64, -1 to ignore a position. The loss is in nats: the mean over all targets,
         or with reduction="none" (B, T), 0 at ignored positions. Without targets: logits (B, T, V) without padding.
-        at (N,) int64, positions in idx.flatten(): targets, losses and logits are of these positions, (N,) and (N, V).
+        at (N,) int64, indices into idx.flatten(): targets and losses are then (N,), logits (N, V).
         cache, from new_cache(): the first call takes the prompt, each later call one token; logits are those of the
         last position, (B, 1, V).
 
-        Raises ValueError for more than seq_len tokens.
+        Raises ValueError for more than seq_len tokens in one call.
         """
         T = idx.size(1)
         if T > self.config.seq_len:
             raise ValueError(f"{T} tokens, but the model knows {self.config.seq_len} positions")
-        x = self.embed(idx, cache.take(T) if cache else torch.arange(T, device=idx.device))
+        x = self.embed(idx, cache.reserve(T) if cache else torch.arange(T, device=idx.device))
         for layer, block in enumerate(self.transformer.h):
             x = block(x, cache.layers[layer] if cache else None)
         if cache:
@@ -230,7 +230,7 @@ class GPT(nn.Module):
             x = x.flatten(0, 1)[at]  # (N, C)
         return self.head(x, targets, reduction)
 
-    # Sharded models compile as separate graphs: embedding, each block, head.
+    # FSDP's hooks split the compiled graph: embedding, each block, head.
 
     def embed(self, idx, position):
         x = self.transformer.wte(idx) + self.transformer.wpe(position)  # (B, T, C)
@@ -245,7 +245,7 @@ class GPT(nn.Module):
             from kernels.cross_entropy import fused_cross_entropy  # needs Triton
 
             return fused_cross_entropy(x, self.transformer.wte.weight, targets, self.config.vocab_size)
-        # pad_vocab: the head's GEMM, the largest of all, has 50304 columns, which tensor-core tiles divide. A bias of
+        # pad_vocab: the head's GEMM, the largest of all, has 50304 columns, a multiple of a tensor-core tile. A bias of
         # -inf keeps the padding out of the softmax for free; slicing it off would copy all logits (7% of a step).
         padding = None
         if self.config.table_rows > self.config.vocab_size:
@@ -268,7 +268,7 @@ class GPT(nn.Module):
     def from_pretrained(cls, name, **options):
         """The model in a Hugging Face folder, or by its name on the hub: gpt2, gpt2-medium, gpt2-large, gpt2-xl, ...
 
-        options: GPTConfig's, but for the sizes.
+        options: fields of GPTConfig other than sizes.
         Raises OSError when it cannot be read or downloaded, ValueError when it is not a GPT-2.
         """
         from safetensors.torch import load_file
@@ -290,8 +290,10 @@ class GPT(nn.Module):
         names = dict(
             seq_len="n_positions", vocab_size="vocab_size", n_layer="n_layer", n_head="n_head", n_embd="n_embd"
         )
-        if wrong := [name for name in names.values() if type(sizes[name]) is not int or not 0 < sizes[name] < 2**24]:
-            raise ValueError(f"{wrong[0]} is {sizes[wrong[0]]} in config.json")
+        if wrong := [
+            name for name in names.values() if type(sizes.get(name)) is not int or not 0 < sizes[name] < 2**24
+        ]:
+            raise ValueError(f"{wrong[0]} is {sizes.get(wrong[0])} in config.json")
         return GPTConfig(**{own: sizes[theirs] for own, theirs in names.items()}, **options)
 
     def save_config(self, folder):
@@ -319,7 +321,7 @@ class GPT(nn.Module):
     def save_pretrained(self, folder, weights=None):
         """Write config.json and model.safetensors as `transformers` reads them. The folder must exist.
 
-        weights: what to_hugging_face returned earlier; by default what it returns now.
+        weights: a result of to_hugging_face(); by default the current weights.
         """
         from safetensors.torch import save_file
 
@@ -332,7 +334,7 @@ class GPT(nn.Module):
         """Copies of the weights in host memory, by Hugging Face's names, without padding and without the tied head."""
         weights = {}
         for name, parameter in self.named_parameters():
-            weight = stored(name, parameter.detach())
+            weight = stored_layout(name, parameter.detach())
             if name.endswith("wte.weight"):
                 weight = weight[: self.config.vocab_size]
             weights[name] = to_host(weight.contiguous())
@@ -340,7 +342,7 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def load_hugging_face(self, weights, fill=torch.Tensor.copy_):
-        """Copy in weights, a dict as to_hugging_face gives it; names may lack "transformer.". fill: as init_weights'.
+        """Load a dict like to_hugging_face()'s; the prefix "transformer." is optional. fill: see init_weights.
 
         Raises ValueError when one is missing or has another shape.
         """
@@ -349,7 +351,7 @@ class GPT(nn.Module):
             weight = weights.get(name.removeprefix("transformer."))
             if weight is None:
                 raise ValueError(f"the weights lack {name}")
-            weight = stored(name, weight)
+            weight = stored_layout(name, weight)
             padding = self.config.table_rows - self.config.vocab_size if name.endswith("wte.weight") else 0
             shape = (len(parameter) - padding, *parameter.shape[1:])
             if weight.shape != shape:
@@ -357,8 +359,8 @@ class GPT(nn.Module):
             fill(parameter, F.pad(weight, (0, 0, 0, padding)) if padding else weight)
 
 
-def stored(name, weight):
-    """A weight in the layout of OpenAI's files, or back from it."""
+def stored_layout(name, weight):
+    """Convert a weight to the layout of OpenAI's files, or back."""
     return weight.t() if name.endswith(TRANSPOSED) else weight
 
 

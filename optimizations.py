@@ -1,9 +1,9 @@
 """The optimizations, one row each. No other file lists them.
 
-From the rows follow the flags of the switches, what a device cannot run, the model's switches, the ladder's rungs, what
-a resumed run may change without notice, the operators that selective activation checkpointing keeps, and the README's
-table (`python optimizations.py` prints it). Besides its row an optimization has the place in the code that applies it,
-a paragraph in docs/optimizations.md, and a case in tests/test_optimizations.py.
+The rows define the boolean flags, what a device cannot run, the model's switches, the ladder's rungs, the flags that a
+resumed run may change without notice, the operators that selective activation checkpointing keeps, and the README's
+table (`python optimizations.py` prints it). An optimization also has one place in the code that applies it, a paragraph
+in docs/optimizations.md, and a case in tests/test_optimizations.py.
 """
 
 import importlib.util
@@ -21,19 +21,19 @@ from kernels import cublaslt
 # What an optimization needs: functions of a Config and a Distributed that return what is missing, or None
 
 
-def nothing(config, distributed):
+def no_needs(config, distributed):
     return None
 
 
-def tensor_cores(config, distributed):
-    if distributed.device.type != "cuda":
-        return f"it is for NVIDIA GPUs, this is {distributed.device.type}"
+def tf32_gpu(config, distributed):
+    if problem := nvidia_gpu(config, distributed):
+        return problem
     if torch.cuda.get_device_capability(distributed.device) < (8, 0):
         return f"{torch.cuda.get_device_name(distributed.device)} has no TF32"
 
 
 def bf16_instructions(config, distributed):
-    """Of a CPU. A GPU without bf16 gets fp16, see turn_off_unavailable."""
+    """For CPUs; for a GPU without bf16, turn_off_unavailable selects fp16."""
     abilities = torch.cpu.get_capabilities()
     if config.autocast == "bf16" and distributed.device.type == "cpu":
         if not any(abilities.get(name) for name in ("avx512_bf16", "amx_bf16", "bf16")):
@@ -51,7 +51,7 @@ def bf16_gpu(config, distributed):
     if config.autocast != "bf16":
         return "it needs --autocast bf16"
     if distributed.device.type == "cpu" and config.parallel == "ddp":
-        return "it is for GPUs: a CPU computes LayerNorm and additions faster in float32"
+        return "with ddp it is for GPUs: a CPU computes LayerNorm and additions faster in float32"
 
 
 def nvidia_gpu(config, distributed):
@@ -71,7 +71,7 @@ def cublaslt_epilogues(config, distributed):
     if problem := nvidia_gpu(config, distributed):
         return problem
     if config.autocast == "off" or torch.cuda.get_device_capability(distributed.device) < (8, 0):
-        return "it needs --autocast, and an Ampere GPU or newer"
+        return "it needs --autocast bf16 or fp16, and an Ampere GPU or newer"
     return None if cublaslt.library() else "PyTorch has no cuBLASLt here"
 
 
@@ -79,11 +79,12 @@ def cudnn_frontend(config, distributed):
     if problem := nvidia_gpu(config, distributed):
         return problem
     if config.autocast == "off" or not config.flash:
-        return "it needs --flash and --autocast"
+        return "it needs --flash, and --autocast bf16 or fp16"
     if torch.cuda.get_device_capability(distributed.device) < (8, 0):
         return f"{torch.cuda.get_device_name(distributed.device)} is older than Ampere"
     widest = 128 if torch.cuda.get_device_capability(distributed.device) < (9, 0) else 256
-    head_width = config.n_embd // config.n_head if config.n_embd else 64  # unknown before --init_from is read
+    # the ladder asks before the model's sizes are known
+    head_width = config.n_embd // config.n_head if config.n_embd and config.n_head else 64
     if head_width % 8 or head_width > widest:
         return f"cuDNN needs a head width that is a multiple of 8, {widest} at most, and it is {head_width}"
     return missing_package("cudnn", "nvidia-cudnn-frontend")
@@ -111,7 +112,7 @@ def compiled_ddp(config, distributed):
 
 def bf16_all_reduce(config, distributed):
     if config.parallel == "ddp" and distributed.device.type != "cuda":
-        return f"it needs NCCL, this is {distributed.device.type}"
+        return f"it needs NCCL, not {distributed.device.type}"
     return several_ranks(config, distributed)
 
 
@@ -126,12 +127,12 @@ def missing_package(module, package):
 @dataclass(frozen=True)
 class Optimization:
     name: str  # in --rungs; the flag of a switch
-    off: dict  # the values of flags without it; with it they are what the command line says
-    rung: str | None  # its label in the ladder's table, where {FLAG} stands for a value; None: it is not a rung
-    buys: str  # one line for --help and the README
-    needs: Callable = nothing
+    off: dict  # the flag values that turn it off; on means the command line's values
+    rung: str | None  # its label in the ladder's table, a format string of the run's config; None: no rung
+    help: str  # one line for --help and the README
+    needs: Callable = no_needs
     in_model: bool = False  # GPTConfig has a field of this name
-    changes: Literal["nothing", "rounding", "recipe"] = "nothing"  # "nothing": the same arithmetic, in another order
+    changes: Literal["nothing", "rounding", "recipe"] = "nothing"  # "nothing": only the order of sums may change
     saves: tuple = ()  # operators whose outputs selective activation checkpointing keeps
     default: bool = True
 
@@ -141,12 +142,12 @@ class Optimization:
         return self.off == {self.name: False}
 
 
-def switch(name, buys, **facts):
-    return Optimization(name, off={name: False}, rung=facts.pop("rung", name), buys=buys, **facts)
+def switch(name, help, **facts):
+    return Optimization(name, off={name: False}, rung=facts.pop("rung", name), help=help, **facts)
 
 
 OPTIMIZATIONS = (
-    switch("tf32", "float32 GEMMs on tensor cores in TensorFloat-32", needs=tensor_cores, changes="rounding"),
+    switch("tf32", "float32 GEMMs on tensor cores in TensorFloat-32", needs=tf32_gpu, changes="rounding"),
     Optimization(
         "bf16",
         dict(autocast="off"),
@@ -174,7 +175,7 @@ OPTIMIZATIONS = (
         # without GPT-3's recipe: the defaults of torch.optim.AdamW at a learning rate of 3e-4
         dict(lr=3e-4, lr_schedule="constant", warmup_steps=0, weight_decay=0.01, beta2=0.999, grad_clip=0.0),
         "GPT-3's recipe",
-        "GPT-3's hyperparameters: warm-up, cosine, weight decay, clipping",
+        "GPT-3's hyperparameters, with --warmup_steps, --weight_decay and others",
         changes="recipe",
     ),
     Optimization(
@@ -234,7 +235,7 @@ OPTIMIZATIONS = (
     ),
     switch(
         "overlap_gradients",
-        "average DDP's gradients during backward, in a graph that torch.compile splits for it; for slow links",
+        "average DDP's gradients during backward, which splits torch.compile's graph; for slow links",
         rung=None,
         needs=compiled_ddp,
         default=False,
@@ -261,7 +262,7 @@ RUNGS = {row.name: row for row in OPTIMIZATIONS if row.rung}
 
 
 def turn_off_unavailable(config, distributed):
-    """(config, notes): the config without what this device, or its other flags, do not allow."""
+    """(config, notes): the optimizations whose `needs` are not met are turned off."""
     notes = []
     if config.autocast == "bf16" and distributed.device.type == "cuda":
         if torch.cuda.get_device_capability(distributed.device) < (8, 0):
@@ -287,7 +288,7 @@ def model_switches(config):
 
 
 def plan_switches(config):
-    """{optimization: whether it is on}, for the plan. Those that are off by default appear only when they are on."""
+    """{optimization: whether it is on}, for the plan. Rows that are off by default appear only when they are on."""
     switches = {}
     for row in OPTIMIZATIONS:
         flag, off = next(iter(row.off.items()))
@@ -303,7 +304,7 @@ def saved_operators():
 
 
 def flags_that_change(*kinds):
-    """Flags of the optimizations that change one of "nothing", "rounding", "recipe"."""
+    """Flags of the rows whose `changes` is one of `kinds`."""
     return {flag for row in OPTIMIZATIONS if row.changes in kinds for flag in row.off}
 
 
@@ -311,7 +312,7 @@ def readme_table():
     lines = ["| flag | what it does |", "| --- | --- |"]
     for row in OPTIMIZATIONS:
         flag = "torchrun" if row.name == "ddp" else f"--{next(iter(row.off))}"
-        lines.append(f"| `{flag}` | {row.buys}{'' if row.default else ' (off by default)'} |")
+        lines.append(f"| `{flag}` | {row.help}{'' if row.default else ' (off by default)'} |")
     return "\n".join(lines)
 
 

@@ -25,7 +25,7 @@ from common.cli import given, out_of_memory, parse, run
 from common.device import be_deterministic
 from common.peer_flags import HINTS
 from common.signals import StopSignal
-from config import Config, defaults, flags_that_matter, refuse_idle_flags, resolve
+from config import Config, defaults, flags_that_matter, refuse_unavailable_flags, resolve
 from data import demo
 from data.loader import Loader, open_streams
 from hellaswag import MultipleChoice, load_items
@@ -62,25 +62,25 @@ def main():
 
 @dataclass
 class Trainer:
-    """What a step needs: see build()."""
+    """The state of a training step, made by build()."""
 
     config: Config
     distributed: process_group.Distributed
     model: GPT  # the plain module, which is saved and sampled from
     forward: Callable  # the same weights, compiled: for evaluations
-    train_forward: Callable  # the same, wrapped in DDP
+    train_forward: Callable  # forward, wrapped in DDP
     autocast: contextlib.AbstractContextManager
     optimizer: torch.optim.Optimizer
     scaler: torch.amp.GradScaler
 
 
 def build(config, distributed, weights=None, sizes=None):
-    """The Trainer of a resolved Config. weights: what load_weights takes, of `sizes`; by default random weights.
+    """The Trainer of a resolved Config. weights: a path for load_weights, with `sizes`; None: random weights.
 
     Raises UserError if the model does not fit into memory.
     """
     device = distributed.device
-    # tf32: float32 GEMMs on tensor cores, with 10 of 23 mantissa bits (under autocast none are left in float32)
+    # tf32: float32 GEMMs on tensor cores, inputs rounded to 10 mantissa bits (no effect under autocast)
     torch.set_float32_matmul_precision("high" if config.tf32 else "highest")
     # autocast: GEMMs and attention in 16 bits, at twice TF32's rate and half its bytes; master weights stay float32
     half = torch.float16 if config.autocast == "fp16" else torch.bfloat16
@@ -107,8 +107,8 @@ def build(config, distributed, weights=None, sizes=None):
 
             tokens = config.micro_batch_size * config.seq_len
             fp8.convert(model, targets=accumulation_steps(0, config, distributed.world_size) * tokens)
-        # compile: one pass over memory for a chain of element-wise operations, and no Python between kernels. Each
-        # shape has its own graph (dynamic=False): one for training and validation, three for HellaSwag.
+        # compile: fuses chains of element-wise operations into one kernel, and runs no Python between kernels. Each
+        # shape has its own graph (dynamic=False): one each for training and validation, three for HellaSwag.
         forward = torch.compile(model, dynamic=False) if config.compile else model
         # ddp: each rank has all weights and a share of the batch; the last backward averages gradients over the ranks
         train_forward = wrap_ddp(forward, config, distributed)
@@ -125,7 +125,7 @@ class StepResult:
     loss: float  # nats, the mean over the step's tokens
     grad_norm: float  # before clipping
     tokens: int
-    finite: bool  # otherwise the update was skipped
+    finite: bool  # whether the step counts; fp16 may skip the update of a finite step to lower its loss scale
     loss_scale: float | None  # fp16's
     stop: bool  # some rank has received a stop signal
 
@@ -133,8 +133,8 @@ class StepResult:
 def train_step(trainer, step, next_batch, stop_signal=None):
     """Forward and backward over the micro-batches of step `step`, clip, update: a StepResult.
 
-    next_batch(): inputs and targets, (B, T) int64 each. Returns None if stop_signal arrived between micro-batches: then
-    nothing has changed but the gradients. Several ranks finish the step.
+    next_batch(): inputs and targets, (B, T) int64 each. Returns None if a signal stopped the step between
+    micro-batches, before any weight changed: on one rank only, several ranks finish the step.
     """
     config, distributed, scaler = trainer.config, trainer.distributed, trainer.scaler
     world_size = distributed.world_size
@@ -157,16 +157,16 @@ def train_step(trainer, step, next_batch, stop_signal=None):
     norm = torch.nn.utils.clip_grad_norm_(trainer.model.parameters(), config.grad_clip or float("inf"))
     norm = fsdp.full_tensor(norm)
     stop = bool(stop_signal and stop_signal.name)
-    read = distributed.begin_all_reduce(loss_sum / world_size, norm / world_size, stop)
+    wait = distributed.begin_all_reduce(loss_sum / world_size, norm / world_size, stop)
     update_if_finite(trainer.optimizer, scaler, norm)
     zero_gradients(trainer.optimizer, trainer.train_forward)
     if config.fp8:
         from kernels import fp8
 
         fp8.update_scales(trainer.model, micro_steps)
-    loss, norm, stop = read()  # waits for the gradients but not for the update: the next step queues behind it
+    loss, norm, stop = wait()  # waits for the norm, not for the update: the next step is queued behind the update
     scale = scaler.get_scale() if scaler.is_enabled() else None
-    # GradScaler finds fp16's scale by overflowing; a scale below 1 means that the loss itself is wrong
+    # overflow is how GradScaler finds its scale: a norm that is not finite counts only at a scale below 1
     finite = math.isfinite(loss if scale and scale >= 1 else loss + norm)
     tokens = micro_steps * config.micro_batch_size * config.seq_len * world_size
     return StepResult(loss, norm, tokens, finite, scale, stop > 0)
@@ -176,13 +176,13 @@ def train_step(trainer, step, next_batch, stop_signal=None):
 # Training
 
 
-def train(config, distributed, given_flags=()):
-    """Train as the Config says. given_flags: the flags that a person gave; one without effect is an error."""
+def train(config, distributed, given_flags):
+    """Train as the Config says. given_flags: those of the command line; one that is unavailable here is an error."""
     if config.deterministic:
         be_deterministic()
     start = resume.find_start(config, distributed)
     config, notes = resolve(config, distributed, free_memory(distributed), start.sizes, start.resumed, start.step)
-    refuse_idle_flags(given_flags, notes)
+    refuse_unavailable_flags(given_flags, notes)
     config.run_name = distributed.broadcast(config.run_name)  # by default it contains the time of day
     notes += resume.changed_flags(start, config, distributed.world_size, flags_that_matter())
     if config.demo:
@@ -213,9 +213,9 @@ def train(config, distributed, given_flags=()):
 
 
 def loop(trainer, loader, val_stream, hellaswag, checkpointer, log, tracer, start):
-    """The training loop, and its end. log and tracer are None on ranks other than 0."""
+    """The training loop and the end of the run. log and tracer are None on ranks other than 0."""
     config = trainer.config
-    step, tokens = start.step, start.tokens  # updates, and tokens trained on, so far
+    step, tokens = start.step, start.tokens  # steps, and tokens trained on, so far
     bad_steps = 0  # consecutive steps whose loss or gradient was not finite
     stopping = False
     stop_signal = StopSignal()  # SIGTERM, Ctrl-C: finish the micro-batch (several ranks: the step), save, stop
@@ -261,7 +261,7 @@ def loop(trainer, loader, val_stream, hellaswag, checkpointer, log, tracer, star
 
 
 def evaluate_if_due(trainer, step, tokens, val_stream, hellaswag, log):
-    """Validation, HellaSwag and samples, each every so many steps and after the last. A collective."""
+    """Validation, HellaSwag and samples, each when its flag says so and after the last step. A collective."""
     config, distributed, model = trainer.config, trainer.distributed, trainer.model
 
     def due(every):

@@ -18,7 +18,7 @@ from checkpoints.save import STATE, TRAINING, WEIGHTS
 from common.cli import UserError, first_line, hub_errors
 from common.files import digest
 from data.tokenizer import VOCAB_SIZE
-from model import GPT, GPTConfig, find_file, stored
+from model import GPT, GPTConfig, find_file, stored_layout
 from parallel.fsdp import fill
 
 LOADER = dict(position=int, total=int, seed=int, shuffle=bool)  # types of the loader's state
@@ -131,7 +131,7 @@ def load_weights(name, model):
         if formats.is_torch_file(name):
             model.load_hugging_face(formats.load(name)[1], fill)
         elif in_pieces(name):
-            pieces.load(name, {own: stored(own, each.detach()) for own, each in model.named_parameters()})
+            pieces.load(name, {own: stored_layout(own, each.detach()) for own, each in model.named_parameters()})
         else:
             model.load_hugging_face(load_file(find_file(name, WEIGHTS)), fill)
 

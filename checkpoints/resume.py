@@ -5,7 +5,7 @@ from pathlib import Path
 
 from checkpoints import load, pieces
 from checkpoints.run_folder import facts_of, lock, run_of_this_launch
-from checkpoints.save import TRAINING, scaled_modules, set_random_state
+from checkpoints.save import TRAINING, modules_with_scales, set_random_state
 from common.cli import Note, UserError
 from model import GPTConfig
 from optim.optimizer import named_state
@@ -130,7 +130,7 @@ def restore(start, model, optimizer, scaler, loader, distributed):
         step.copy_(found[SHARED_STEP])
     if f"random.{rank}" in found:
         set_random_state(found[f"random.{rank}"], distributed.device)
-    scales, modules = found.get(f"scales.{rank}", found.get("scales.0")), scaled_modules(model)
+    scales, modules = found.get(f"scales.{rank}", found.get("scales.0")), modules_with_scales(model)
     if scales is not None and modules:
         for module, own in zip(modules, scales.split([len(module.scales) for module in modules])):
             module.scales[:, 0].copy_(own)

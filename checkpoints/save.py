@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from checkpoints import pieces
 from common.files import digest, flush_to_disk
 from data.tokenizer import save_tokenizer
-from model import stored, to_host
+from model import stored_layout, to_host
 from optim.optimizer import named_state
 
 WEIGHTS, STATE, TRAINING = "model.safetensors", "optimizer.safetensors", "training.json"
@@ -32,7 +32,7 @@ def snapshot(model, optimizer, distributed):
         return sharded_snapshot(model, optimizer, distributed)
     random_states = distributed.all_gather(random_state(distributed.device))
     state = {f"random.{rank}": each for rank, each in enumerate(random_states)}
-    if scaled := scaled_modules(model):
+    if scaled := modules_with_scales(model):
         scales = torch.cat([module.scales[:, 0] for module in scaled])
         state |= {f"scales.{rank}": each for rank, each in enumerate(distributed.all_gather(scales))}
     if not distributed.is_main:
@@ -44,7 +44,7 @@ def snapshot(model, optimizer, distributed):
 
 
 def sharded_snapshot(model, optimizer, distributed):
-    tensors = {name: stored(name, parameter.detach()) for name, parameter in model.named_parameters()}
+    tensors = {name: stored_layout(name, parameter.detach()) for name, parameter in model.named_parameters()}
     tensors |= named_state(model, optimizer)
     copies = {name: pieces.host_copy(tensor) for name, tensor in tensors.items()}
     return copies | {f"random.{distributed.rank}": random_state(distributed.device)}
@@ -65,7 +65,7 @@ def set_random_state(states, device):
         torch.cuda.set_rng_state(states[size:], device)
 
 
-def scaled_modules(model):
+def modules_with_scales(model):
     """The fp8 modules, whose scales each rank has for itself."""
     return [module for module in model.modules() if hasattr(module, "scales")]
 

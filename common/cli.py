@@ -1,4 +1,4 @@
-"""The command line: flags from a dataclass, and an error a person can fix as one line instead of a traceback."""
+"""The command line: flags from a dataclass, and one-line messages for errors that a person can fix."""
 
 import contextlib
 import dataclasses
@@ -62,7 +62,7 @@ class Console:
             return function(*arguments)
         except OSError:
             null = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(null, self._stream.fileno())  # also for what the stream has buffered
+            os.dup2(null, self._stream.fileno())  # the stream's buffer is dropped too
             os.close(null)
 
     def __getattr__(self, name):
@@ -186,7 +186,7 @@ def is_out_of_memory(error):
 
 def run(main):
     """Call main(). A UserError prints one line on standard error and ends with exit code 1, Ctrl-C with 130."""
-    # a line appears when it is printed, also through a pipe, in any encoding
+    # flush every line, also into a pipe; escape characters that the encoding lacks
     sys.stdout.reconfigure(line_buffering=True, errors="backslashreplace")
     sys.stdout, sys.stderr = Console(sys.stdout), Console(sys.stderr)
     try:
@@ -194,10 +194,10 @@ def run(main):
     except UserError as error:
         rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
         if rank > 0:
-            time.sleep(5)  # rank 0 usually has the same error: torchrun ends this rank before it repeats the line
+            time.sleep(5)  # rank 0 usually prints the same error, and torchrun then ends this rank
         print(f"error{f' (rank {rank})' if rank else ''}: {error}", file=sys.stderr, flush=True)
         if world_size > 1:
-            # gloo's thread may still hold a tensor; releasing it while the interpreter shuts down ends with SIGABRT.
+            # let gloo's thread release its tensors: during interpreter shutdown that ends with SIGABRT.
             # Destroying the group could wait for ranks that never answer.
             time.sleep(0.2)
         sys.exit(1)

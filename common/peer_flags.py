@@ -1,6 +1,5 @@
-"""Flags that do not exist here but that people try: peers' names, and names that were renamed."""
+"""Hints for flags that do not exist here: other projects' names, and former names."""
 
-# What to use instead of a peer's flag, or of one that was renamed
 HINTS = {
     "packed_attention": "it is called --packed_qkv",
     "fused_loss": "it is called --fused_cross_entropy",

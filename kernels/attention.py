@@ -1,8 +1,8 @@
 """Flash attention on q, k and v packed in one tensor, as the GEMM of c_attn writes them, by cuDNN's front end.
 
 F.scaled_dot_product_attention runs the same cuDNN kernels but returns the gradients of q, k and v as three tensors,
-which a copy must then pack for the backward of c_attn. Here cuDNN reads q, k and v and writes their gradients in place,
-in strided views of one (B, T, 3C) tensor.
+which a copy must then pack for the backward of c_attn. Here cuDNN reads q, k and v from, and writes their gradients to,
+strided views of (B, T, 3C) tensors.
 
 Documentation of the front end: https://docs.nvidia.com/deeplearning/cudnn/frontend/latest/operations/Attention.html
 """
@@ -75,7 +75,7 @@ packed_qkv.register_autograd(backward, setup_context=save_for_backward)
 
 
 def execute(B, T, H, D, tensors, backward=False):
-    """Run cuDNN's graph for these sizes on tensors, in the order of `plan`, on the current stream."""
+    """Run cuDNN's graph for these sizes on the current stream; `plan` gives the tensors' order."""
     if tensors[0].dtype not in TYPES:
         raise ValueError(f"packed_qkv takes bfloat16 or float16, not {tensors[0].dtype}: use autocast")
     device = tensors[0].device

@@ -2,11 +2,11 @@
 
 The logits, (B T, V), are the largest tensor of GPT-2: 6.6 GB in bf16 for 65,536 tokens. Here they never exist as a
 whole. For each chunk of rows one GEMM computes the logits, a Triton kernel computes the loss and overwrites the logits
-by their gradient, and two GEMMs turn that gradient into the gradients of the head's input and of its weight. Forward so
+by their gradient, and two GEMMs turn that gradient into the gradients of the head's input and of its weight. So forward
 does the work of backward; backward only multiplies by the gradient of the loss. The idea of chunks is from
 Liger-Kernel's fused linear cross-entropy (Hsu et al. 2024).
 
-Arithmetic is float32 whatever the dtype of the tensors, and sums have a fixed order, so results repeat bit for bit.
+The kernel computes in float32 for every input dtype, and sums in a fixed order, so results repeat bit for bit.
 """
 
 import torch
@@ -35,7 +35,7 @@ def fused_cross_entropy(x, weight, targets, vocab_size):
 def summed_cross_entropy(
     x: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, vocab_size: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The sum of the cross-entropies of the logits x weightᵀ, a float32 scalar, and its gradients by x and weight.
+    """(loss, dx, dweight): the float32 sum of the cross-entropies of the logits x weightᵀ, and its gradients.
 
     x (N, C) and weight (V_padded, C) in 16 bits or float32, targets (N,) int64. Each gradient has the shape and dtype
     of its tensor; the gradient of weight is summed over the chunks in float32.
@@ -58,7 +58,7 @@ def summed_cross_entropy(
 
 
 def mm(a, b, out):
-    """out = a b, with the fastest algorithm of cuBLASLt where it has one."""
+    """out = a b, by cuBLASLt's tuned GEMM, else by torch.mm."""
     if not cublaslt.gemm(a, b, out):
         torch.mm(a, b, out=out)
 
@@ -89,7 +89,7 @@ def cross_entropy_(logits, targets, vocab_size):
     """
     N, V_padded = logits.shape
     losses = torch.empty(N, dtype=torch.float32, device=logits.device)
-    block = min(8192, max(128, triton.next_power_of_2(vocab_size)))  # a multiple of 128, like a padded V
+    block = min(8192, max(128, triton.next_power_of_2(vocab_size)))  # at least 128: one block covers the tail
     cross_entropy_kernel[(N,)](
         logits, targets, losses, logits.stride(0), vocab_size, V_padded, BLOCK=block, num_warps=16
     )

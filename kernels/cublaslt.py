@@ -1,8 +1,8 @@
 """GEMMs by cuBLASLt, through ctypes, for two features that PyTorch does not expose:
 
 - GELU and its gradient in a GEMM's epilogue, while the result is still in registers (kernels/mlp.py).
-- The choice of the algorithm: the first call with new shapes times every algorithm that cuBLASLt proposes and keeps the
-  fastest one that gives the same bits as cuBLASLt's first proposal. Since no bit changes, two ranks, or a run and its
+- The choice of the algorithm: the first call with new shapes times the algorithms that cuBLASLt proposes and keeps the
+  fastest one that gives the same bits as cuBLASLt's first proposal. So two ranks, or a run and its
   continuation, may choose different algorithms. This makes a step with --fp8 1.5% faster, a bf16 step 0.3%.
 
 Documentation: https://docs.nvidia.com/cuda/cublas/#using-the-cublaslt-api
@@ -27,7 +27,7 @@ WORKSPACE_BYTES = 32 << 20
 ALIGNMENT = 256  # bytes that cuBLASLt's heuristic assumes for every pointer
 MAX_ALGORITHMS = 16
 TIMING_ROUNDS = 5
-# Another order of summation changes about two in ten thousand bf16 results. A smaller output may hide the difference.
+# A changed summation order shows in about 2 of 10,000 bf16 results; smaller outputs may show no difference.
 MIN_TUNED_SIZE = 1 << 20
 
 
@@ -84,7 +84,7 @@ def preference():
 
 
 def create_layout(x):
-    """The column-major layout of xᵀ for a row-major matrix x, or of x itself for a transposed view."""
+    """cuBLASLt's column-major layout: of xᵀ if x is row-major, of x if x is a transposed view."""
     rows, columns, leading = (*x.shape[::-1], x.stride(0)) if x.stride(1) == 1 else (*x.shape, x.stride(1))
     return create("MatrixLayout", c_int(TYPES[x.dtype]), c_uint64(rows), c_uint64(columns), c_int64(leading))
 
@@ -129,8 +129,7 @@ class Plan:
     def proposals(self, device):
         """The algorithms that cuBLASLt's heuristic proposes, best guess first.
 
-        After the proposals for a GEMM with a bias come those for the same GEMM without one, where they can add it too:
-        some are faster.
+        For a GEMM with a bias, appends the proposals for the GEMM without one that can also add it: some are faster.
         """
         proposed = []
         for epilogue in dict.fromkeys((self.epilogue & ~BIAS or DEFAULT, self.epilogue)):

@@ -36,7 +36,7 @@ from kernels import cublaslt, fp8_cast
 
 FP8_MAX = torch.finfo(torch.float8_e4m3fn).max  # 448
 HEADROOM = 2.0
-# amax values for the first step: of an activation, and of a gradient when the loss is a sum over the targets
+# initial amax of an activation, and of a gradient times the number of targets (the loss is a mean)
 INITIAL_ACTIVATION_AMAX = 16.0
 INITIAL_GRADIENT_AMAX = 8.0
 
@@ -90,7 +90,7 @@ def scaled_modules(model):
 
 
 class ScaledModule(nn.Module):
-    """The float8 state of a module. No tensor of it is a buffer: each rank has its own, and DDP broadcasts buffers.
+    """The float8 state of a module. No tensor is a buffer: DDP broadcasts buffers, and each rank has its own.
 
     weights: the parameters that GEMMs read in float8.
     weights_fp8: for each weight its float8 copy, row-major and transposed.

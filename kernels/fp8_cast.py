@@ -4,8 +4,8 @@ Each kernel reads its input once and writes the float8 matrix twice, row-major a
 kernels/fp8.py). It also records the amax, the largest absolute value before scaling, and where asked the column sums,
 which are the gradient of a bias.
 
-A tile has QUADS quads of four consecutive rows by COLUMNS columns. In the transposed matrix the four values of a quad
-in one column are adjacent bytes, so the kernels store them as one 32-bit word.
+A tile is 4 QUADS rows by COLUMNS columns; a quad is four consecutive rows. In the transposed matrix the four values of
+a quad in one column are adjacent bytes, so the kernels store them as one 32-bit word.
 
 Arithmetic is float32 whatever the dtype of the tensors, and sums have a fixed order, so results repeat bit for bit.
 """

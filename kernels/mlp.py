@@ -1,6 +1,6 @@
 """The fused MLP: cuBLASLt computes GELU and its gradient in the epilogues of the MLP's GEMMs.
 
-The hidden layer, (N, 4C), is the largest activation of a block. As an operator of its own GELU reads and writes that
+The hidden layer, (N, 4C), is the largest activation of a block. A separate GELU operator reads and writes that
 tensor once more in forward, and reads two and writes one in backward. In the epilogue GELU works on values that are
 still in registers. Where cuBLASLt lacks the epilogue, PyTorch's operators compute the same.
 """

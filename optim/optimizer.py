@@ -7,7 +7,7 @@ STATE_BYTES = 8  # of optimizer state per parameter: AdamW's two float32 moments
 
 def make_optimizer(model, config):
     """AdamW with weight decay on matrices and embeddings, none on biases and LayerNorms. Its state is allocated."""
-    parameters = [p for p in model.parameters() if p.requires_grad]
+    parameters = list(model.parameters())
     groups = [
         dict(params=[p for p in parameters if p.dim() >= 2], weight_decay=config.weight_decay),
         dict(params=[p for p in parameters if p.dim() < 2], weight_decay=0.0),
@@ -22,7 +22,7 @@ def make_optimizer(model, config):
 
 @torch.no_grad()
 def allocate_state(optimizer):
-    """Allocate any optimizer's state, all zeros, without changing a weight.
+    """Allocate an optimizer's state as zeros; weights do not change.
 
     One step with zero gradients and a learning rate of 0, as torch.distributed.checkpoint does it; then the state
     returns to zero.
@@ -42,7 +42,7 @@ def allocate_state(optimizer):
 
 
 def update_if_finite(optimizer, scaler, norm):
-    """Update the weights, unless the gradient norm is infinite or NaN: then nothing changes.
+    """Update the weights, unless the gradient norm is infinite or NaN: then no weight changes.
 
     norm: a scalar on the device; a fused optimizer reads it there, so the host does not wait for it.
     """

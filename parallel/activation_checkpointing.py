@@ -11,20 +11,21 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 GEMMS = ("aten::mm", "aten::addmm", "aten::bmm")
 
 
-def checkpoint_activations(model, mode, saved_operations):
+def checkpoint_activations(model, mode, saved_operators):
     """Let a GPT's blocks recompute their activations. mode: "off", "full" or "selective".
 
-    saved_operations: names of operators, besides GEMMS, whose outputs "selective" keeps.
+    saved_operators: names of operators, besides GEMMS, whose outputs "selective" keeps.
     """
     if mode == "off":
         return
     options = dict(use_reentrant=False, preserve_rng_state=False)  # the model has no dropout
     if mode == "selective":
-        policy = functools.partial(save_matmuls_policy, frozenset((*GEMMS, *saved_operations)))
+        policy = functools.partial(save_matmuls_policy, frozenset((*GEMMS, *saved_operators)))
         options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, policy)
     for block in model.transformer.h:
         block.recompute = options
-        block.mlp.keep_gelu = mode != "selective"  # an output of the fused MLP operator, but cheap to recompute
+        # "selective" saves the outputs of gpt2::mlp, but GELU's output is cheap to recompute
+        block.mlp.keep_gelu = mode != "selective"
 
 
 def save_matmuls_policy(saved, context, operation, *args, **kwargs):

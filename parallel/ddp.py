@@ -31,7 +31,7 @@ def micro_batch(model, train_forward, config, last):
     """A context for the forward and backward of one micro-batch; `last` says whether it ends the step.
 
     Gradients accumulate locally and are averaged over the replicas once, in the last backward. A sharded model
-    reduce-scatters every backward into the shards, so that no rank holds all gradients.
+    reduce-scatters gradients in every backward, so that no rank holds all of them.
     """
     if isinstance(model, FSDPModule):
         model.set_is_last_backward(last)

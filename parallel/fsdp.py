@@ -1,7 +1,7 @@
 """ZeRO by FSDP2: weights, gradients and optimizer state sharded over ranks (Rajbhandari et al. 2020, "ZeRO").
 
 The ranks form a mesh of (replicate, shard). A shard group holds one copy of the weights; the mesh has as many rows as
-there are copies. zero2 and zero3 use one shard group of all ranks, hsdp one for each machine.
+there are copies. zero2 and zero3 use one shard group of all ranks, hsdp one for each machine or --shard_ranks ranks.
 https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html
 """
 
@@ -16,10 +16,10 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from common.cli import UserError
 
-# Parameters gathered in one all-gather, or more. With smaller all-gathers Python takes longer to launch a block than
+# Minimum number of parameters in one all-gather. With smaller all-gathers Python takes longer to launch a block than
 # the GPU to compute it. GPT-2 124M with zero3 on two H200s: gathering four blocks together is 1.02 x as fast, 1.05 x
 # with one micro-batch a step.
-GATHERED_TOGETHER = 25_000_000
+MIN_ALL_GATHER_PARAMS = 25_000_000
 
 
 def shard_group_size(config, distributed):
@@ -30,7 +30,7 @@ def shard_group_size(config, distributed):
 
 def blocks_together(config):
     """Number of blocks in one FSDP unit: their weights are gathered together."""
-    return max(1, min(math.ceil(GATHERED_TOGETHER / (12 * config.n_embd**2)), config.n_layer // 3))
+    return max(1, min(math.ceil(MIN_ALL_GATHER_PARAMS / (12 * config.n_embd**2)), config.n_layer // 3))
 
 
 def describe(config, distributed):
@@ -52,7 +52,7 @@ def place(model, config, distributed):
 
 
 def shard(model, config, distributed):
-    """Shard a GPT in place. Parameters become DTensors; float32 master weights stay in the shards.
+    """Shard a GPT in place. Parameters become DTensors, whose shards are the float32 master weights.
 
     A unit of blocks is all-gathered, in bf16 under autocast, while the unit before it computes. zero2 keeps gathered
     weights until the step ends; zero3 and hsdp reshard a unit after its forward.
@@ -75,7 +75,7 @@ def shard(model, config, distributed):
 
 
 def reshard_after_forward(unit, model, config):
-    """Whether a unit's gathered weights are freed after forward. Not the root's: backward begins with them."""
+    """Whether a unit's gathered weights are freed after forward. The root's are kept for backward."""
     return config.parallel != "zero2" and unit is not model
 
 

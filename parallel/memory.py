@@ -8,9 +8,9 @@ from optim.optimizer import STATE_BYTES
 from parallel.fsdp import blocks_together, shard_group_size
 
 LARGEST_MICRO_BATCH = 64  # sequences; more gains 1% for twice the memory
-LOGIT_ROWS = 4096  # rows of logits that fused_cross_entropy holds at a time
+LOGIT_ROWS = 4096  # of fused_cross_entropy, whose file needs Triton
 
-# Peak bytes of forward and backward: (a layer, per token and unit of width), (the head, per token and vocabulary
+# Peak bytes of forward and backward: (per layer, token and unit of width), (the head, per token and vocabulary
 # entry), (attention without flash, per score in each layer). Fitted to peaks of GPT-2 124M on an H200, PyTorch 2.11.
 PEAK_BYTES = {
     # (compile, 16 bits)
@@ -54,11 +54,13 @@ def choose_micro_batch_size(config, distributed, free):
             room -= VOCAB_SIZE * (width * (LOGIT_ROWS + config.n_embd) + 4 * config.n_embd)
         limit = room / (config.seq_len * bytes_per_token(config))
         memory = f"the {free / 2**30:.0f} GB of free memory"
-        reason = f"the largest that fits {memory}" if limit >= 1 else f"the smallest, though it may not fit {memory}"
+        reason = f"the largest up to {LARGEST_MICRO_BATCH} that divides the batch and fits {memory}"
+        if limit < 1:
+            reason = f"the smallest, though it may not fit {memory}"
     else:
         # on a CPU the logits of 128 tokens, 25 MB, stay near the cache
         limit = (128 if distributed.device.type == "cpu" else 1024) / config.seq_len
-        reason = f"the default on a {distributed.device.type}"
+        reason = f"the default on {distributed.device.type}"
     size = 1
     while size * 2 <= min(limit, LARGEST_MICRO_BATCH) and config.total_batch_size % (size * 2 * share) == 0:
         size *= 2
@@ -96,7 +98,7 @@ def bytes_of_weights(config, distributed):
     weights = count_params(config)
     held = 4 + 4 + STATE_BYTES
     if config.parallel == "ddp":
-        # bf16 compute weights take 2 more; at the end of backward it is 4, but then the activations are freed
+        # +2: bf16 weights. They take 4 at the end of backward, when the activations are already freed
         return (held + 2) * weights
     block = 12 * config.n_embd**2
     unit, embeddings = blocks_together(config) * block, weights - config.n_layer * block
@@ -113,7 +115,7 @@ def bytes_per_token(config):
     layer = config.n_embd * layer + (0 if config.flash else config.n_head * config.seq_len * score)
     layers = config.n_layer * layer
     if config.activation_checkpointing != "off":
-        # each block's input; with "selective" also the GEMM outputs, ten times C; and one whole block under way
+        # each block's input; with "selective" also the GEMM outputs, ten times C; plus one block being recomputed
         kept = 2 if config.bf16_residual else 4
         if config.activation_checkpointing == "selective":
             kept += 20 if half else 40

@@ -9,7 +9,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn.functional  # imported once there is a group, its default arguments would hold the group
+import torch.distributed.nn.functional  # before the group exists: its default arguments would keep the group alive
 
 from common.cli import UserError
 from common.device import choose_device_type
@@ -17,9 +17,9 @@ from common.device import choose_device_type
 
 @dataclass(frozen=True)
 class Distributed:
-    """One process among all: its rank of world_size, and the device it drives.
+    """This process's rank, the world size, and this process's device.
 
-    Every method is a collective: all ranks call it, in the same order. Without a process group it is the identity.
+    Every method is a collective: all ranks call it, in the same order. Without a process group the only rank is rank 0.
     """
 
     rank: int
@@ -76,7 +76,7 @@ class Distributed:
         return [tensor.cpu() for tensor in tensors]
 
     def broadcast(self, value):
-        """Rank 0's value on every rank. The value must be picklable; here it is always plain JSON data."""
+        """Rank 0's value on every rank. The value must be picklable."""
         if not dist.is_initialized():
             return value
         values = [value]
@@ -131,21 +131,21 @@ def start(device_type):
         backend = "nccl" if device_type == "cuda" else "gloo"
         dist.init_process_group(
             backend,
-            store=dist.PrefixStore(meet(store, rank, world_size), store),
+            store=dist.PrefixStore(launch_prefix(store, rank, world_size), store),
             rank=rank,
             world_size=world_size,
-            timeout=timedelta(minutes=30),  # rank 0 alone may hash tens of GB of a checkpoint
+            timeout=timedelta(minutes=30),  # the others wait while rank 0 hashes tens of GB
             device_id=device if backend == "nccl" else None,
         )
     return Distributed(rank, world_size, device)
 
 
-def meet(store, rank, world_size):
-    """A name for this start of the ranks, the same on all of them and never used before.
+def launch_prefix(store, rank, world_size):
+    """A key prefix for this start of the ranks: the same on all ranks, and never used before.
 
     torchrun's restarts share one store, which still has the addresses of the killed processes, and its restart counts
     differ from machine to machine; without a new prefix for each start the ranks hang or fail to connect. Each rank
-    publishes a fresh identifier, and the name is all of them together. A rank that has read the identifier of a killed
+    publishes a fresh identifier, and the prefix joins all identifiers. A rank that has read the identifier of a killed
     process waits for a mark that never comes, and reads again.
     """
     store.set(f"start {rank}", uuid.uuid4().hex)

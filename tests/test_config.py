@@ -160,7 +160,11 @@ def test_flags_parse_into_the_config_they_came_from(config, monkeypatch):
 def test_a_sharded_model_has_a_bf16_residual_stream(monkeypatch):
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: dict(avx512_bf16=True))
     config, notes = resolved(autocast="bf16")
-    assert config.autocast == "bf16" and not config.bf16_residual and "bf16_residual is off: it is for GPUs" in notes
+    assert (
+        config.autocast == "bf16"
+        and not config.bf16_residual
+        and "bf16_residual is off: with ddp it is for GPUs" in notes
+    )
     config, notes = resolved(2, autocast="bf16", parallel="zero3", bf16_residual=False)
     assert config.bf16_residual and "bf16_residual is on: zero3 gathers the embeddings in bf16" in notes
 

@@ -99,7 +99,7 @@ def test_a_ladder_climbs(train, tmp_path):
     assert f"{ratio:.2f} | – |" in table and f"\n{ratio:.1f} × from baseline to the last rung" in output
     assert (
         output.count("error") == 0
-        and "is something else running" not in output
+        and "uneven steps" not in output
         and (folder / "ladder.png").read_bytes().startswith(b"\x89PNG")
     )
 
@@ -116,7 +116,7 @@ def test_bad_ladders_end_in_one_line(train, command, tmp_path):
     expect_error(train("x", "--ladder", "--rungs", "sparse", fails=True), "sparse", "tf32")
     expect_error(train("x", "--ladder", "--ladder_steps", 0, fails=True), "--ladder_steps 0")
     expect_error(train("x", "--ladder", "--profile", 1, fails=True), "--profile")
-    expect_error(train("x", "--ladder", "--fp8", "--parallel", "zero3", fails=True), "--fp8 goes with --parallel ddp")
+    expect_error(train("x", "--ladder", "--fp8", "--parallel", "zero3", fails=True), "--fp8 needs --parallel ddp")
     expect_error(command("train_gpt2.py", "--ladder", "--data_dir", "nowhere"), "no train shards in nowhere")
     expect_error(train("x", "--ladder", "--init_from", "no/such", fails=True), "no/such")  # as every rung would say
     done = train("sweep", "--sweep", "flash=on,perhaps", fails=True, script="ladder.py")
@@ -129,8 +129,8 @@ def test_bad_ladders_end_in_one_line(train, command, tmp_path):
 
 
 def test_a_measurement_in_doubt_says_so():
-    assert "the middle half spans 35%" in ladder.doubt(dict(spread=0.35))
-    assert ladder.doubt(dict(spread=0.05)) == ladder.doubt(dict(status="skipped")) == ""
+    assert "interquartile range is 35%" in ladder.uneven_warning(dict(spread=0.35))
+    assert ladder.uneven_warning(dict(spread=0.05)) == ladder.uneven_warning(dict(status="skipped")) == ""
 
 
 def test_a_sweep_finds_the_best_and_survives_the_worst(train):

@@ -81,9 +81,11 @@ def test_ranks_meet_under_a_name_of_this_start():
     names = []
     for _ in range(3):
         with ThreadPoolExecutor() as pool:
-            others = [pool.submit(process_group.meet, client, rank, 3) for rank, client in enumerate(clients, 1)]
+            others = [
+                pool.submit(process_group.launch_prefix, client, rank, 3) for rank, client in enumerate(clients, 1)
+            ]
             time.sleep(0.2)  # they call the rank 0 before
-            found = {process_group.meet(store, 0, 3), *(other.result(20) for other in others)}
+            found = {prefix(store, 0, 3), *(other.result(20) for other in others)}
         assert len(found) == 1
         names += found
     assert len(set(names)) == 3
