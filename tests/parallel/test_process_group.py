@@ -85,7 +85,7 @@ def test_ranks_meet_under_a_name_of_this_start():
                 pool.submit(process_group.launch_prefix, client, rank, 3) for rank, client in enumerate(clients, 1)
             ]
             time.sleep(0.2)  # they call the rank 0 before
-            found = {prefix(store, 0, 3), *(other.result(20) for other in others)}
+            found = {process_group.launch_prefix(store, 0, 3), *(other.result(20) for other in others)}
         assert len(found) == 1
         names += found
     assert len(set(names)) == 3
