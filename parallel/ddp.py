@@ -15,9 +15,6 @@ def wrap_ddp(model, config, distributed):
     """
     if distributed.world_size == 1 or config.parallel != "ddp":
         return model
-    # overlap_gradients: torch.compile splits its graph at DDP's buckets, so that a bucket's all-reduce runs during the
-    # rest of backward. Each split adds passes over memory. https://docs.pytorch.org/docs/stable/notes/ddp.html
-    torch._dynamo.config.optimize_ddp = config.overlap_gradients
     device_ids = [distributed.device.index] if distributed.device.type == "cuda" else None
     # gradient_as_bucket_view: gradients are views of the communication buckets, which saves one copy of all gradients
     ddp = DistributedDataParallel(model, device_ids=device_ids, gradient_as_bucket_view=True)
@@ -27,6 +24,7 @@ def wrap_ddp(model, config, distributed):
     return ddp
 
 
+@contextlib.contextmanager
 def micro_batch(model, train_forward, config, last):
     """A context for the forward and backward of one micro-batch; `last` says whether it ends the step.
 
@@ -37,9 +35,15 @@ def micro_batch(model, train_forward, config, last):
         model.set_is_last_backward(last)
         model.set_requires_all_reduce(last)
         model.set_reshard_after_backward(last or config.parallel != "zero2")
-    elif isinstance(train_forward, DistributedDataParallel) and not last:
-        return train_forward.no_sync()
-    return contextlib.nullcontext()
+    with contextlib.ExitStack() as stack:
+        if isinstance(train_forward, DistributedDataParallel):
+            # overlap_gradients: torch.compile splits its graph at DDP's buckets, so that a bucket's all-reduce runs
+            # during the rest of backward. Each split adds passes over memory.
+            # https://docs.pytorch.org/docs/stable/notes/ddp.html
+            stack.enter_context(torch._dynamo.config.patch(optimize_ddp=config.overlap_gradients))
+            if not last:
+                stack.enter_context(train_forward.no_sync())
+        yield
 
 
 def zero_gradients(optimizer, train_forward):
