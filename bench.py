@@ -51,7 +51,8 @@ def main():
     if config.init_from != "scratch":
         raise UserError("bench.py starts from random weights: leave out --init_from")
     distributed = process_group.start(config.device)
-    time_steps(config, distributed)
+    with out_of_memory(less_memory()):
+        time_steps(config, distributed)
     process_group.stop()
 
 
@@ -60,6 +61,7 @@ def time_steps(config, distributed):
         be_deterministic()
     # a warm-up would keep the weights near their random start, where the same kernels draw more power and so are slower
     config = replace(config, warmup_steps=0, lr_schedule="constant")
+    fsdp.check_machines(config, distributed)
     config, notes = resolve(config, distributed, free_memory(distributed))
     refuse_unavailable_flags(given(sys.argv), notes)
     for note in notes if distributed.is_main else ():

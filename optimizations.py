@@ -26,8 +26,8 @@ def no_needs(config, distributed):
 
 
 def tf32_gpu(config, distributed):
-    if problem := nvidia_gpu(config, distributed):
-        return problem
+    if distributed.device.type != "cuda":
+        return f"it is for NVIDIA GPUs, this is {distributed.device.type}"
     if torch.cuda.get_device_capability(distributed.device) < (8, 0):
         return f"{torch.cuda.get_device_name(distributed.device)} has no TF32"
 

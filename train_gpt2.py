@@ -52,7 +52,8 @@ def main():
     if config.ladder:
         return ladder.climb(config)
     distributed = process_group.start(config.device)
-    train(config, distributed, given(sys.argv))
+    with out_of_memory(less_memory()):
+        train(config, distributed, given(sys.argv))
     process_group.stop()
 
 
@@ -75,10 +76,7 @@ class Trainer:
 
 
 def build(config, distributed, weights=None, sizes=None):
-    """The Trainer of a resolved Config. weights: a path for load_weights, with `sizes`; None: random weights.
-
-    Raises UserError if the model does not fit into memory.
-    """
+    """The Trainer of a resolved Config. weights: a path for load_weights, with `sizes`; None: random weights."""
     device = distributed.device
     # tf32: float32 GEMMs on tensor cores, inputs rounded to 10 mantissa bits (no effect under autocast)
     torch.set_float32_matmul_precision("high" if config.tf32 else "highest")
@@ -94,25 +92,24 @@ def build(config, distributed, weights=None, sizes=None):
         model = GPT(replace(sizes, **model_switches(config)))
     # activation_checkpointing: less memory, for up to a third more computation
     checkpoint_activations(model, config.activation_checkpointing, saved_operators())
-    with out_of_memory(less_memory()):
-        # parallel: with zero2, zero3 and hsdp each rank holds a shard of the weights; with ddp all of them
-        fsdp.place(model, config, distributed)
-        if weights:
-            load.load_weights(weights, model)
-        else:
-            model.init_weights(fsdp.fill)
-        # fp8: the blocks' GEMMs in 8 bits, at twice the rate, with scales that follow each tensor's amax
-        if config.fp8:
-            from kernels import fp8  # needs Triton
+    # parallel: with zero2, zero3 and hsdp each rank holds a shard of the weights; with ddp all of them
+    fsdp.place(model, config, distributed)
+    if weights:
+        load.load_weights(weights, model)
+    else:
+        model.init_weights(fsdp.fill)
+    # fp8: the blocks' GEMMs in 8 bits, at twice the rate, with scales that follow each tensor's amax
+    if config.fp8:
+        from kernels import fp8  # needs Triton
 
-            tokens = config.micro_batch_size * config.seq_len
-            fp8.convert(model, targets=accumulation_steps(0, config, distributed.world_size) * tokens)
-        # compile: fuses chains of element-wise operations into one kernel, and runs no Python between kernels. Each
-        # shape has its own graph (dynamic=False): one each for training and validation, three for HellaSwag.
-        forward = torch.compile(model, dynamic=False) if config.compile else model
-        # ddp: each rank has all weights and a share of the batch; the last backward averages gradients over the ranks
-        train_forward = wrap_ddp(forward, config, distributed)
-        optimizer = make_optimizer(model, config)
+        tokens = config.micro_batch_size * config.seq_len
+        fp8.convert(model, targets=accumulation_steps(0, config, distributed.world_size) * tokens)
+    # compile: fuses chains of element-wise operations into one kernel, and runs no Python between kernels. Each
+    # shape has its own graph (dynamic=False): one each for training and validation, three for HellaSwag.
+    forward = torch.compile(model, dynamic=False) if config.compile else model
+    # ddp: each rank has all weights and a share of the batch; the last backward averages gradients over the ranks
+    train_forward = wrap_ddp(forward, config, distributed)
+    optimizer = make_optimizer(model, config)
     return Trainer(config, distributed, model, forward, train_forward, autocast, optimizer, scaler)
 
 
@@ -180,6 +177,7 @@ def train(config, distributed, given_flags):
     """Train as the Config says. given_flags: those of the command line; one that is unavailable here is an error."""
     if config.deterministic:
         be_deterministic()
+    fsdp.check_machines(config, distributed)
     start = resume.find_start(config, distributed)
     config, notes = resolve(config, distributed, free_memory(distributed), start.sizes, start.resumed, start.step)
     refuse_unavailable_flags(given_flags, notes)

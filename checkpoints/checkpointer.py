@@ -73,14 +73,19 @@ class Checkpointer:
     def finish(self, step, bad_steps):
         """Wait until everything is on disk, on all ranks. bad_steps: how many steps in a row were not finite.
 
-        Raises UserError on rank 0 if there are max_bad_steps of them, or if `step` is not saved.
+        Raises UserError on rank 0 if there are max_bad_steps of them, if `step` is not saved, or if its validation loss
+        is not finite.
         """
         self.wait()
+        if self.log:
+            self._prune()  # the last validation loss is known now
         self.distributed.all_reduce(0)  # all wait: a scheduler may end the job when one process exits
         if not self.log:
             return
         problem = None
-        if bad_steps >= self.config.max_bad_steps:
+        if self.config.checkpoint_every and not math.isfinite(self.log.val_losses.get(step, 0.0)):
+            problem = f"the validation loss of step {step} is not finite; {{}}; try a lower --lr"
+        elif bad_steps >= self.config.max_bad_steps:
             problem = f"the loss or the gradient was not finite in {bad_steps} steps in a row; {{}}; try a lower --lr"
         elif self.config.checkpoint_every and (self.saved < step or self._failed):
             problem = f"step {step} is not saved; {{}}; the same command with this --run_name "
@@ -115,22 +120,24 @@ class Checkpointer:
             print(
                 f"step {step:5d}/{self.config.max_steps} | checkpoint {folder}\n", end=""
             )  # one write, so that threads' lines do not mix
-            try:
-                self._prune()
-            except OSError as error:
-                print(f"an older checkpoint could not be removed: {error}\n", end="")
+            self._prune()
 
     def _prune(self):
-        """Remove all checkpoints but the newest keep_checkpoints and the one with the lowest validation loss."""
+        """Remove all checkpoints but the newest keep_checkpoints and the one with the lowest validation loss. Those
+        whose validation loss is not finite go first."""
         found = checkpoints_of(self.folder)
-        losses = {path: self.log.val_losses.get(step_of(path), math.nan) for path in found}
-        scored = [path for path in found if math.isfinite(losses[path])]
-        kept = found[: self.config.keep_checkpoints] + ([min(scored, key=losses.get)] if scored else [])
-        for path in found:
-            if path not in kept:
-                doomed = path.with_name(path.name + ".unfinished")  # a half-deleted folder must not look complete
-                path.rename(doomed)
-                shutil.rmtree(doomed)
+        losses = {path: self.log.val_losses.get(step_of(path)) for path in found}
+        sound = [path for path in found if losses[path] is None or math.isfinite(losses[path])]
+        best = sorted((path for path in sound if losses[path] is not None), key=losses.get)[:1]
+        kept = sound[: self.config.keep_checkpoints] + best
+        try:
+            for path in found:
+                if path not in kept:
+                    doomed = path.with_name(path.name + ".unfinished")  # a half-deleted folder must not look complete
+                    path.rename(doomed)
+                    shutil.rmtree(doomed)
+        except OSError as error:
+            print(f"an older checkpoint could not be removed: {error}\n", end="")
 
     def _tidy(self, step):
         """Delete unfinished checkpoints, and rename those after `step` to *.abandoned."""

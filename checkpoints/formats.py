@@ -9,7 +9,6 @@ from pathlib import Path
 
 import torch
 
-from common.cli import first_line
 from data.tokenizer import VOCAB_SIZE
 
 
@@ -42,7 +41,7 @@ def load(path):
         if sizes["n_head"] < 1:
             raise KeyError("n_head")
     except pickle.UnpicklingError as error:
-        raise ValueError(f"it holds pickled code, which is not executed: {first_line(error)}") from error
+        raise ValueError("it holds more than weights and settings: pickled code, which is not executed") from error
     except (RuntimeError, KeyError, TypeError, AttributeError, IndexError) as error:
         raise ValueError(f"it is neither nanoGPT's nor build-nanogpt's ({type(error).__name__}: {error})") from error
     weights, biases = {}, {}

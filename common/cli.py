@@ -90,7 +90,7 @@ def parse(flags_type, default=None, hints=None):
     import tyro
 
     if not {"--help", "-h"} & set(sys.argv):
-        check_arguments(typing.get_type_hints(flags_type), sys.argv[1:], hints or {})
+        check_arguments(flags_type, sys.argv[1:], hints or {})
     groups = getattr(flags_type, "GROUPS", None)
     try:
         if groups is None:
@@ -109,24 +109,50 @@ def parse(flags_type, default=None, hints=None):
     return flags_type(**{name: value for group in vars(parsed).values() for name, value in vars(group).items()})
 
 
-def check_arguments(flags, arguments, hints):
-    """Raises UserError for a flag that is not in flags, {name: type}, or a value that does not fit its type."""
-    for argument, following in zip(arguments, [*arguments[1:], ""]):
-        if not argument.startswith("--"):
+def check_arguments(flags_type, arguments, hints):
+    """Raises UserError for a flag that flags_type, a dataclass, does not have, and a value that does not fit."""
+    import tyro
+
+    flags = typing.get_type_hints(flags_type)
+    marked = typing.get_type_hints(flags_type, include_extras=True)
+    names = [name for name, kind in marked.items() if tyro.conf.Positional in getattr(kind, "__metadata__", ())]
+    required = [f.name for f in dataclasses.fields(flags_type) if f.name in names and f.default is dataclasses.MISSING]
+    several = any(typing.get_origin(flags[name]) is tuple for name in names)
+    positional, rest = [], list(arguments)
+    while rest:
+        argument = rest.pop(0)
+        if argument == "--":
+            positional += rest
+            break
+        if not argument.startswith("--") or " " in argument:
+            positional.append(argument)
             continue
         name, equals, value = argument[2:].partition("=")
         name = name.replace("-", "_")
         switch = name if name in flags else name.removeprefix("no_")
         if flags.get(switch) is bool:
-            continue
-        if name not in flags:
-            if name.removeprefix("no_") in hints:
-                raise UserError(f"--{name}: {hints[name.removeprefix('no_')]}")
+            if equals or (rest and rest[0].lower() in ("on", "off", "true", "false")):
+                raise UserError(f"--{switch} takes no value: use --{switch} or --no_{switch}")
+        elif name not in flags:
+            if switch in hints:
+                raise UserError(f"--{name}: {hints[switch]}")
             near = difflib.get_close_matches(name, flags, n=1)
             raise UserError(
                 f"--{name}: there is no such flag{f', did you mean --{near[0]}?' if near else ''}; see --help"
             )
-        read_value(name, flags[name], value if equals else following)
+        elif typing.get_origin(flags[name]) is tuple:
+            while rest and not rest[0].startswith("--"):
+                rest.pop(0)
+        else:
+            if not equals:
+                if not rest or (rest[0].startswith("--") and " " not in rest[0]):
+                    raise UserError(f"--{name} needs a value; see --help")
+                value = rest.pop(0)
+            read_value(name, flags[name], value)
+    if len(positional) > len(names) and not several:
+        raise UserError(f"{positional[-1]!r} is neither a flag nor its value; see --help")
+    if len(positional) < len(required):
+        raise UserError(f"{required[len(positional)]} is missing; see --help")
 
 
 def read_value(name, kind, text):
@@ -180,8 +206,9 @@ def out_of_memory(hint):
 
 
 def is_out_of_memory(error):
-    # PyTorch's CPU allocator has no exception type of its own
-    return isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+    # the libraries under PyTorch have no exception type of their own
+    signs = ("out of memory", "ALLOC_FAILED", "can't allocate memory")
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or any(sign in str(error) for sign in signs)
 
 
 def run(main):

@@ -81,6 +81,8 @@ def execute(B, T, H, D, tensors, backward=False):
     device = tensors[0].device
     try:
         graph, graph_tensors = plan(B, T, H, D, tensors[0].dtype, device, backward)
+    except torch.OutOfMemoryError:
+        raise
     except (RuntimeError, cudnn.cudnnGraphNotSupportedError) as error:
         raise UserError(
             f"cuDNN has no attention for {H} heads of width {D}, {B} sequences of {T} tokens ({first_line(error)}): "

@@ -81,9 +81,10 @@ def measure(arguments, folder, name, ranks, steps, bar):
 
 def explain(output, code, where):
     """Status and reason of a run that ended with exit code `code`, not 0."""
-    if code == -signal.SIGKILL:  # Linux kills the process when host memory runs out
-        return dict(status="skipped", reason=OUT_OF_MEMORY)
     lines = output.strip().splitlines() or ["no output"]
+    # Linux kills a process when host memory runs out; torchrun reports it in its summary
+    if code == -signal.SIGKILL or any("exitcode" in line and ": -9" in line for line in lines):
+        return dict(status="skipped", reason=OUT_OF_MEMORY)
     error = next((line.partition(": ")[2] for line in lines if line.startswith(("error: ", "error (rank "))), None)
     if error:
         return dict(status="skipped", reason=OUT_OF_MEMORY if error.startswith(OUT_OF_MEMORY) else error)

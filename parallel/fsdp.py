@@ -28,6 +28,14 @@ def shard_group_size(config, distributed):
     return {"ddp": 1, "hsdp": config.shard_ranks or machine}.get(config.parallel, distributed.world_size)
 
 
+def check_machines(config, distributed):
+    """A collective. Raises UserError for hsdp on machines with different numbers of ranks, without --shard_ranks."""
+    if config.parallel == "hsdp":
+        size = shard_group_size(config, distributed)
+        if distributed.all_reduce(size - distributed.minimum(size))[0]:
+            raise UserError("the machines have different numbers of ranks: say how many share a copy, --shard_ranks")
+
+
 def blocks_together(config):
     """Number of blocks in one FSDP unit: their weights are gathered together."""
     return max(1, min(math.ceil(MIN_ALL_GATHER_PARAMS / (12 * config.n_embd**2)), config.n_layer // 3))

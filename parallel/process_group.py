@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import hashlib
 import os
 import uuid
 from dataclasses import dataclass
@@ -145,12 +146,13 @@ def launch_prefix(store, rank, world_size):
 
     torchrun's restarts share one store, which still has the addresses of the killed processes, and its restart counts
     differ from machine to machine; without a new prefix for each start the ranks hang or fail to connect. Each rank
-    publishes a fresh identifier, and the prefix joins all identifiers. A rank that has read the identifier of a killed
-    process waits for a mark that never comes, and reads again.
+    publishes a fresh identifier, and the prefix is a hash of all identifiers. A rank that has read the identifier of a
+    killed process waits for a mark that never comes, and reads again.
     """
     store.set(f"start {rank}", uuid.uuid4().hex)
     while True:
-        name = b"".join(store.get(f"start {other}") for other in range(world_size)).decode()
+        identifiers = b"".join(store.get(f"start {other}") for other in range(world_size))
+        name = hashlib.sha256(identifiers).hexdigest()  # keys of the store are short
         store.set(f"{name} {rank}", "")
         with contextlib.suppress(dist.DistStoreError):
             store.wait([f"{name} {other}" for other in range(world_size)], timedelta(seconds=1))

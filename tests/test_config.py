@@ -182,5 +182,23 @@ def test_names_of_peers_and_old_names_say_the_new_one(command, arguments, words)
     expect_error(command("train_gpt2.py", *arguments), *words)
 
 
+@pytest.mark.parametrize(
+    "script, arguments, words",
+    [
+        ("train_gpt2.py", ("--demo", "foo"), "'foo' is neither a flag nor its value"),
+        ("train_gpt2.py", ("--demo=true",), "--demo takes no value"),
+        ("train_gpt2.py", ("--overlap_gradients", "on"), "use --overlap_gradients or --no_overlap_gradients"),
+        ("train_gpt2.py", ("--demo", "--run_name"), "--run_name needs a value"),
+        ("train_gpt2.py", ("--run_name", "--demo"), "--run_name needs a value"),
+        ("sample.py", (), "model is missing"),
+        ("sample.py", ("a", "b"), "'b' is neither a flag nor its value"),
+        ("export.py", ("a",), "out is missing"),
+        ("curves.py", (), "runs is missing"),
+    ],
+)
+def test_a_wrong_command_line_is_one_line(command, script, arguments, words):
+    expect_error(command(script, *arguments), words)
+
+
 def test_no_hint_is_about_a_flag_that_exists():
     assert not set(HINTS) & set(vars(Config()))

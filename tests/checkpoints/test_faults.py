@@ -270,6 +270,13 @@ def test_steps_that_are_not_finite_are_skipped_and_then_end_the_run(train):
     assert max(path.name for path in good.glob("checkpoint_*")) == "checkpoint_000003"  # of the first wild step
 
 
+def test_a_run_that_ends_with_ruined_weights_fails(train):
+    ruined = ("--lr", 1e30, "--grad_clip", 0, "--warmup_steps", 0, "--max_steps", 1, "--checkpoint_every", 1)
+    drop = "--lr --warmup_steps --max_steps --checkpoint_every --val_every"
+    done = train("ruined", *ruined, "--val_every", 1, drop=drop, fails=True)
+    expect_error(done, "validation loss of step 1 is not finite", "there is no checkpoint", "--lr")
+
+
 @pytest.mark.parametrize(
     "arguments, words",
     [
