@@ -114,8 +114,6 @@ def draw_own(folder):
 
 def main():
     flags = parse(Flags)
-    if not flags.runs:
-        raise UserError("give the folders of runs, such as log/RUN")
     path = Path(flags.out or Path(flags.runs[0]) / "curves.png")
     try:
         draw(flags.runs, path)
