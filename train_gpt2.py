@@ -200,10 +200,7 @@ def train(config, distributed, given_flags):
         lambda: RunLog(config, distributed.device, distributed.world_size, flops, start.resumed, start.training)
     )
     if log:  # on rank 0
-        text = f"resumed from {start.resumed}" if start.resumed else f"{config.init_from}, seed {config.seed}"
-        counts = (start.step, start.tokens)
-        streams = (train_stream, val_stream, hellaswag)
-        print_plan(config, notes, text, *counts, trainer.model, distributed, *streams, log, plan_switches(config))
+        print_plan(trainer, notes, start, train_stream, val_stream, hellaswag, log, plan_switches(config))
     checkpointer = Checkpointer(trainer, loader, log, start.step)
     tracer = profiler.start(config, trainer.model.config, log, start.step) if log and config.profile else None
     with out_of_memory(less_memory(config.micro_batch_size)):

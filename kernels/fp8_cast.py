@@ -38,7 +38,7 @@ def quantize(x, scale, amax=None, column_sums=False, out=None):
     return x8, x8_t, sums.sum(0) if column_sums else None
 
 
-def gelu(h, bias, scale, amax=None):
+def gelu(h, bias, scale, amax):
     """Cast gelu(h + bias) / scale to float8, GELU in its tanh form. h (N, C), bias (C,); the rest as in quantize.
 
     Returns the float8 matrix (N, C) and its transpose (C, N).
@@ -52,7 +52,7 @@ def gelu(h, bias, scale, amax=None):
     return a8, a8_t
 
 
-def gelu_backward(h, bias, da, scale, amax=None):
+def gelu_backward(h, bias, da, scale, amax):
     """Cast dh / scale to float8, where dh is the gradient of h for da, the gradient of gelu(h + bias), (N, C).
 
     Returns the pair of dh, (N, C) and transposed (C, N), and the gradient of bias, (C,) float32.

@@ -13,18 +13,18 @@ def tokens_to_train(config, step, world_size):
     return micro_steps * config.micro_batch_size * config.seq_len * world_size
 
 
-def print_plan(
-    config, notes, start_text, step, tokens, model, distributed, train_stream, val_stream, hellaswag, log, switches
-):
+def print_plan(trainer, notes, start, train_stream, val_stream, hellaswag, log, switches):
     """Print what is about to run.
 
-    start_text: where the weights come from; step and tokens: updates so far, and tokens trained on; hellaswag: the
-    items to evaluate, or None; notes: printed one per line; switches: {name: on} of the optimizations, in the order and
-    with the names to print, such as {"tf32": True, "autocast bf16": True, "fp8": False}.
+    trainer: train_gpt2.Trainer; start: checkpoints.resume.Start; hellaswag: the items to evaluate, or None; notes:
+    printed one per line; switches: {name: on} of the optimizations, in the order and with the names to print, such as
+    {"tf32": True, "autocast bf16": True, "fp8": False}.
     """
+    config, distributed = trainer.config, trainer.distributed
     facts, world_size = log.facts, distributed.world_size
+    init = f"resumed from {start.resumed}" if start.resumed else f"{config.init_from}, seed {config.seed}"
     accumulated = accumulation_steps(config.batch_warmup_steps, config, world_size)
-    total = tokens + tokens_to_train(config, step, world_size)
+    total = start.tokens + tokens_to_train(config, start.step, world_size)
     on = ", ".join(name for name, value in switches.items() if value)
     off = ", ".join(name for name, value in switches.items() if not value)
     sizes = f"{config.n_layer} layers, {config.n_head} heads, {config.n_embd} wide"
@@ -40,8 +40,8 @@ def print_plan(
     cuda = f", CUDA {facts['cuda']}" if facts["cuda"] else ""
     lines = [
         ("device", f"{world_size} × {facts['hardware']}; PyTorch {facts['torch']}{cuda}"),
-        ("model", f"{sizes}; {model.num_params():,} parameters"),
-        ("init", start_text),
+        ("model", f"{sizes}; {trainer.model.num_params():,} parameters"),
+        ("init", init),
         ("batch", batch),
         *([("parallel", fsdp.describe(config, distributed))] if world_size > 1 else []),
         ("training", f"{config.max_steps:,} steps, {total:,} tokens, {total / train_stream.total:.2f} epochs"),

@@ -25,11 +25,10 @@ def plan(capsys, config, log, world_size, notes=(), step=0, tokens=0, hellaswag=
     sizes = {name: TINY[name] for name in ("n_layer", "n_head", "n_embd", "seq_len")}
     with torch.device("meta"):
         model = GPT(GPTConfig(**sizes))
-    distributed = Distributed(0, world_size, CPU)
+    trainer = SimpleNamespace(config=config, model=model, distributed=Distributed(0, world_size, CPU))
+    start = SimpleNamespace(resumed=None, step=step, tokens=tokens)
     switches = switches or {"tf32": True}
-    print_plan(
-        config, notes, "scratch, seed 1337", step, tokens, model, distributed, *STREAMS, hellaswag, log, switches
-    )
+    print_plan(trainer, notes, start, *STREAMS, hellaswag, log, switches)
     lines = capsys.readouterr().out.splitlines()
     assert all(line[10] == " " for line in lines)
     return [(line[:10].rstrip(), line[11:]) for line in lines]
