@@ -121,11 +121,10 @@ def restore(start, model, optimizer, scaler, loader, distributed):
     state = named_state(model, optimizer)
     rank = distributed.rank
     optional = [SHARED_STEP, f"random.{rank}", f"scales.{rank}", "scales.0"]
-    if SHARED_STEP in pieces.saved_names(start.resumed):
-        steps = {name: state.pop(name) for name in list(state) if name.startswith("step.")}
-    else:
-        steps = {}
-    found = pieces.load(start.resumed, state, optional)
+    shared = SHARED_STEP in pieces.saved_names(start.resumed)
+    steps = {name: value for name, value in state.items() if shared and name.startswith("step.")}
+    targets = {name: value for name, value in state.items() if name not in steps}
+    found = pieces.load(start.resumed, targets, optional)
     for step in steps.values():
         step.copy_(found[SHARED_STEP])
     if f"random.{rank}" in found:
