@@ -5,6 +5,8 @@ python bench.py --steps 50 --fp8 --no_flash        # any flag of train_gpt2.py
 torchrun --standalone --nproc_per_node=8 bench.py
 """
 
+import common.interrupt  # first: Ctrl-C during the other imports
+
 import statistics
 import sys
 import time
@@ -19,6 +21,7 @@ from common.peer_flags import HINTS
 from config import GROUPS, Config, defaults, refuse_unavailable_flags, resolve
 from observe.hardware import environment, flops_per_token, peak_memory, peak_tflops
 from observe.measure import SETTLING_STEPS
+from observe.plan import note_lines
 from parallel import fsdp, process_group
 from parallel.memory import free_memory, less_memory
 from train_gpt2 import build, train_step
@@ -49,7 +52,7 @@ def main():
     if config.steps < 1:
         raise UserError(f"--steps {config.steps}: it must be at least 1")
     if config.init_from != "scratch":
-        raise UserError("bench.py starts from random weights: leave out --init_from")
+        raise UserError("bench.py starts from random weights: use --init_from scratch")
     distributed = process_group.start(config.device)
     with out_of_memory(less_memory()):
         time_steps(config, distributed)
@@ -60,12 +63,12 @@ def time_steps(config, distributed):
     if config.deterministic:
         be_deterministic()
     # a warm-up would keep the weights near their random start, where the same kernels draw more power and so are slower
-    config = replace(config, warmup_steps=0, lr_schedule="constant")
+    config = replace(config, warmup_steps=0, lr_schedule="constant", hellaswag_every=0)
     fsdp.check_machines(config, distributed)
     config, notes = resolve(config, distributed, free_memory(distributed))
     refuse_unavailable_flags(given(sys.argv), notes)
-    for note in notes if distributed.is_main else ():
-        print(f"note       {note}")
+    for line in note_lines(notes) if distributed.is_main else ():
+        print(f"note       {line}")
     trainer = build(config, distributed)
     B, T = config.micro_batch_size, config.seq_len
     tokens = torch.randint(trainer.model.config.vocab_size, (B, T + 1), device=distributed.device)

@@ -1,7 +1,6 @@
 """Config: every flag with its default and one line of help; the GPT-2 sizes; and how flags fit together."""
 
 import dataclasses
-import time
 from dataclasses import dataclass, make_dataclass
 from pathlib import Path
 from typing import Annotated, Literal
@@ -9,10 +8,14 @@ from typing import Annotated, Literal
 import torch
 import tyro
 
-from common.cli import Note, UserError, arguments, given
-from observe import profiler
+from checkpoints.run_folder import flags_file_of
+from common import flag_file
+from common.cli import Note, UserError, arguments, given, spell_switches
+from common.peer_flags import HINTS
+from observe import evaluation, profiler
+from optim import recipes
 from optimizations import RUNGS, SWITCHES, flags_that_change, is_off, turn_off_unavailable
-from parallel.fsdp import shard_group_size
+from parallel import fsdp
 from parallel.memory import check_micro_batch_size, choose_micro_batch_size
 
 # layers, heads, width (Radford et al. 2019, table 2; heads as in OpenAI's released weights)
@@ -21,6 +24,7 @@ SIZES = {
     "gpt2-medium": (24, 16, 1024),  # 355M
     "gpt2-large": (36, 20, 1280),  # 774M
     "gpt2-xl": (48, 25, 1600),  # 1558M
+    "tiny": (4, 4, 128),  # 7M, nearly all in the vocabulary
 }
 
 
@@ -31,9 +35,9 @@ class Basics:
     TITLE = "basic"
 
     demo: bool = False
-    """Train a small GPT-2 for a few minutes on text that comes with Python: no GPU, no network, no FineWeb needed."""
-    model: Literal["gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl"] = "gpt2"
-    """Model size: 124M, 355M, 774M or 1558M parameters."""
+    """--model tiny on text that comes with Python: a few minutes on a CPU; no network, no FineWeb needed."""
+    model: Literal["gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl", "tiny"] = "gpt2"
+    """124M, 355M, 774M or 1558M parameters; tiny, 7M, changes defaults to suit a CPU (--model tiny --help)."""
     data_dir: str = "edu_fineweb10B"
     """Folder of shards that fineweb.py wrote."""
     max_steps: int = 19073
@@ -45,7 +49,9 @@ class Basics:
     run_name: str | None = None
     """Folder of the run in log_dir, and its name on wandb; by default the model and the time of day."""
     resume: str = "auto"
-    """auto: the newest checkpoint of --run_name, if any; never: start anew; or the path of a checkpoint or run."""
+    """auto: the newest checkpoint of --run_name, if any; never: none; PATH of a checkpoint or run: with its flags."""
+    config: str | None = None
+    """Take defaults from this YAML file, {flag: value}. Every run writes its flags to RUN/flags.yaml."""
     wandb: Literal["auto", "online", "offline", "disabled"] = "auto"
     """auto: online if wandb is logged in, else offline."""
     ladder: bool = False
@@ -67,7 +73,7 @@ class Model:
     seq_len: int = 1024
     """Sequence length in tokens."""
     init_from: str = "scratch"
-    """Initial weights: scratch, a checkpoint, a Hugging Face folder, a name on its hub such as gpt2, a nanoGPT .pt."""
+    """Initial weights: scratch, a run, a checkpoint, a Hugging Face folder, a name on the hub such as gpt2, a .pt."""
     seed: int = 1337
     """Seed of the initial weights, the data order and the samples."""
 
@@ -109,20 +115,28 @@ class Recipe:
 
     TITLE = "recipe"
 
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    """muon: Muon for the matrices of the blocks, AdamW for the rest; changes the defaults of --lr and the schedule."""
     total_batch_size: int = 524288
     """Tokens in a step, over all devices and accumulated micro-batches."""
     min_lr_ratio: float = 0.1
-    """The cosine ends at this fraction of lr."""
+    """The schedule ends at this fraction of the peak learning rate."""
     warmup_steps: int = 715
     """Steps of linear learning-rate warm-up; the default is GPT-3's 375M tokens."""
-    lr_schedule: Literal["cosine", "constant"] = "cosine"
-    """Learning rate after the warm-up."""
+    lr_schedule: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
+    """Learning rate after the warm-up: cosine or linear decay; wsd: constant, then linear decay; or constant."""
+    cooldown_ratio: float = 0.5
+    """With wsd: the fraction of all steps in which the learning rate decays."""
     weight_decay: float = 0.1
     """Weight decay of matrices and embeddings."""
     beta1: float = 0.9
     """AdamW's decay rate of the first moment."""
     beta2: float = 0.95
     """AdamW's decay rate of the second moment."""
+    adamw_lr: float = 3.6e-3
+    """With --optimizer muon: AdamW's peak learning rate, for embeddings, biases and LayerNorms; --lr is Muon's."""
+    momentum: float = 0.95
+    """Muon's momentum."""
     grad_clip: float = 1.0
     """Clip the gradient to this norm; 0 is off."""
     batch_warmup_steps: int = 0
@@ -152,12 +166,14 @@ class Evaluation:
 
     val_every: int = 250
     """Steps between validations; 0 is off."""
-    val_steps: int = 20
-    """Validation tokens in units of total_batch_size, at most all there are."""
+    val_tokens: int = 10485760
+    """Validation tokens, at most all there are."""
     hellaswag_every: int = 250
     """Steps between HellaSwag evaluations; 0 is off."""
     hellaswag_data: str | None = None
     """HellaSwag's validation set as a local .jsonl file; by default it is downloaded."""
+    hellaswag_limit: int | None = None
+    """Evaluate this many HellaSwag items, evenly spread; by default all on a GPU, a few elsewhere."""
     sample_every: int = 250
     """Steps between samples; 0 is off."""
 
@@ -171,7 +187,9 @@ class Checkpoints:
     checkpoint_every: int = 1000
     """Steps between checkpoints; 0 is off."""
     keep_checkpoints: int = 3
-    """Newest checkpoints to keep, besides the one with the lowest validation loss."""
+    """Newest checkpoints to keep, besides the best and the newest whose next step was finite."""
+    allow_other_data: bool = False
+    """Continue from a checkpoint at the same token position of other data than it was trained on."""
     max_bad_steps: int = 10
     """Stop after this many consecutive steps whose loss or gradient is not finite; each of them is skipped."""
 
@@ -224,44 +242,37 @@ class Config(*reversed(GROUPS)):
     GROUPS = GROUPS
 
 
-# A small model that learns something on two CPU cores within two minutes. Nearly all of its time goes into the
-# vocabulary of 50257, so micro-batches are small enough for their logits to stay in the cache.
-DEMO = Config(
-    demo=True,
-    n_layer=4,
-    n_head=4,
-    n_embd=128,
-    seq_len=128,
-    data_dir="demo_data",
-    total_batch_size=1024,
-    max_steps=200,
-    compile=False,
-    lr=2e-3,
-    warmup_steps=20,
-    val_every=50,
-    val_steps=8,
-    hellaswag_every=0,
-    sample_every=100,
-    checkpoint_every=100,
-)
-
-
 def defaults(arguments):
-    """A command line's default Config: DEMO with --demo, and with --ladder if there is no GPU and no flag names data,
-    model or device."""
+    """A command line's default Config: what --demo, --model tiny and --optimizer muon bring, replaced by the flags of
+    --resume's run, replaced by those of --config.
+
+    With --ladder it is the demo's if there is no GPU and no flag names data, model or device; a tiny model is compiled.
+    Raises UserError for a file that is not one of flags.
+    """
+    own, values = given(spell_switches(Config, arguments)), {}
     if {"--help", "-h"} & set(arguments):
-        return Config()
-    if "--demo" in arguments:
-        return dataclasses.replace(DEMO, compile="--ladder" in arguments)
-    chosen = {"data_dir", "device", "model", "init_from"} & given(arguments)
-    if "--ladder" in arguments and not chosen and not torch.cuda.is_available():
-        return dataclasses.replace(DEMO, compile=True)
-    return Config()
+        return Config(**recipes.bring(own))
+    for path in (flags_file_of(own), own.get("config")):
+        if isinstance(path, str | Path):
+            values |= flag_file.read(path, Config, HINTS)
+    ladder = bool(own.get("ladder"))
+    names = values.keys() | own.keys()
+    if ladder and not {"data_dir", "device", "model", "init_from"} & names and not torch.cuda.is_available():
+        own["demo"] = True
+    usual = vars(Config(**recipes.bring(values)))
+    values = recipes.bring(values | own) | {name: value for name, value in values.items() if value != usual[name]}
+    if ladder and values.get("model") == "tiny":
+        values["compile"] = True
+    return Config(**values)
 
 
 def flags(config):
-    """The command line, as a list, that parses into this config."""
-    return ["--demo"] * config.demo + arguments(vars(config), vars(DEMO if config.demo else Config()))
+    """The command line, as a list, that parses into this config; without --config and --resume."""
+    plain = vars(Config())
+    brought = recipes.bring(vars(config))
+    chosen = {name: brought[name] for name in ("demo", "model", "optimizer") if name in brought}
+    alone = dict(vars(config), config=None, resume=Config.resume)
+    return arguments(plain | chosen, plain) + arguments(alone, vars(Config(**brought)))
 
 
 def flags_that_matter():
@@ -298,7 +309,8 @@ def resolve(config, distributed, free_memory=None, pretrained=None, resumed=None
     if new.device == "auto":
         new.device = distributed.device.type
     new, notes = turn_off_unavailable(new, distributed)
-    check_parallel(new, distributed, notes)
+    fsdp.check_flags(new, distributed, notes)
+    evaluation.limit_hellaswag(new, notes)
     if new.micro_batch_size is None:
         new.micro_batch_size, reason = choose_micro_batch_size(new, distributed, free_memory)
         notes.append(Note("micro_batch_size", new.micro_batch_size, reason))
@@ -312,12 +324,11 @@ def resolve(config, distributed, free_memory=None, pretrained=None, resumed=None
     if new.batch_warmup_steps and new.total_batch_size == new.micro_batch_size * new.seq_len * distributed.world_size:
         reason = "it has no effect, since one micro-batch on each device is the full batch"
         notes.append(Note("batch_warmup_steps", new.batch_warmup_steps, reason))
-    if new.warmup_steps >= new.max_steps:
+    if new.hellaswag_data and not new.hellaswag_every:
+        notes.append(Note("hellaswag_data", new.hellaswag_data, "it is not evaluated, since hellaswag_every is 0"))
+    if new.warmup_steps > new.max_steps:
         reason = f"the run ends after {new.max_steps} steps, so lr never reaches {new.lr:g}"
         notes.append(Note("warmup_steps", new.warmup_steps, reason))
-    if new.run_name is None:
-        kind = "demo" if new.demo else new.model if new.init_from == "scratch" else Path(new.init_from).name
-        new.run_name = f"{kind}-{time.strftime('%Y%m%d-%H%M%S')}"
     return new, notes
 
 
@@ -325,11 +336,15 @@ def set_sizes(config, pretrained, resumed):
     """Set the model's sizes, in place. Raises UserError if flags contradict them."""
     sizes = ("n_layer", "n_head", "n_embd")
     if config.init_from != "scratch":
-        if config.n_layer or config.n_head or config.n_embd or config.model != "gpt2":
-            raise UserError(
-                "--init_from brings the model's sizes with it: leave out --model, --n_layer, --n_head, --n_embd, --demo"
-            )
-        config.n_layer, config.n_head, config.n_embd = (getattr(pretrained, name) for name in sizes)
+        named = SIZES[config.model] if config.model != "gpt2" else (None, None, None)
+        for name, size in zip(sizes, named):
+            own, size = getattr(pretrained, name), getattr(config, name) or size
+            if size not in (None, own):
+                raise UserError(
+                    f"--init_from brings the model's sizes with it: {name} is {own} in {config.init_from}, the flags "
+                    f"say {size}; leave out --model, --n_layer, --n_head and --n_embd"
+                )
+            setattr(config, name, own)
         if config.seq_len > pretrained.seq_len:
             raise UserError(
                 f"--seq_len {config.seq_len}, but {config.init_from} has {pretrained.seq_len} positions: "
@@ -346,41 +361,17 @@ def set_sizes(config, pretrained, resumed):
     for name in (*sizes, "seq_len") if resumed else ():
         if getattr(config, name) != getattr(pretrained, name):
             raise UserError(
-                f"--{name} {getattr(config, name)}, but {resumed} has {getattr(pretrained, name)}: leave the model's "
-                "flags as they were, or start a new run under another --run_name"
+                f"{name} is {getattr(config, name)}, but {getattr(pretrained, name)} in {resumed}: --resume "
+                f"{Path(resumed).parent} continues with that run's flags; a new run needs another --run_name"
             )
-
-
-def check_parallel(config, distributed, notes):
-    """Check --parallel and the flags that go with it, in place. Raises UserError if they conflict."""
-    if config.shard_ranks and config.parallel != "hsdp":
-        raise UserError(f"--shard_ranks is for --parallel hsdp, this is {config.parallel}")
-    if config.parallel == "ddp":
-        return
-    if config.autocast == "fp16":
-        raise UserError(f"--autocast fp16 scales its gradients, which needs --parallel ddp, not {config.parallel}")
-    if config.autocast == "bf16" and not config.bf16_residual:
-        config.bf16_residual = True
-        notes.append(Note("bf16_residual", True, f"{config.parallel} gathers the embeddings in bf16"))
-    if config.parallel == "hsdp":
-        config.shard_ranks = shard_group_size(config, distributed)
-        if distributed.world_size % config.shard_ranks:
-            fits = [size for size in range(2, distributed.world_size + 1) if distributed.world_size % size == 0]
-            raise UserError(
-                f"--shard_ranks {config.shard_ranks} does not divide {distributed.world_size} ranks: try one of {fits}"
-            )
-        if distributed.world_size == config.shard_ranks:
-            notes.append(Note("parallel", "hsdp", "all ranks share one copy, which is zero3"))
-        if config.shard_ranks == 1:
-            notes.append(Note("parallel", "hsdp", "each rank holds a whole copy, which is ddp"))
 
 
 def check_bounds(config):
     """Raises UserError for a number that no run can have."""
-    positive = "n_layer n_head n_embd seq_len micro_batch_size total_batch_size max_steps val_steps ladder_steps "
-    positive += "keep_checkpoints max_bad_steps shard_ranks"
+    positive = "n_layer n_head n_embd seq_len micro_batch_size total_batch_size max_steps val_tokens ladder_steps "
+    positive += "keep_checkpoints max_bad_steps shard_ranks hellaswag_limit"
     zero_or_more = "val_every hellaswag_every sample_every checkpoint_every seed profile lr min_lr_ratio warmup_steps "
-    zero_or_more += "weight_decay grad_clip batch_warmup_steps"
+    zero_or_more += "weight_decay grad_clip batch_warmup_steps adamw_lr"
     for bound, names in ((1, positive), (0, zero_or_more)):
         for name in names.split():
             value = getattr(config, name)
@@ -390,6 +381,8 @@ def check_bounds(config):
         raise UserError(f"--peak_tflops {config.peak_tflops}: it must be above 0")
     if config.seed >= 2**63:
         raise UserError(f"--seed {config.seed}: it must be below 2^63")
-    for name in ("beta1", "beta2"):
+    if not 0 <= config.cooldown_ratio <= 1:
+        raise UserError(f"--cooldown_ratio {config.cooldown_ratio}: it must be from 0 to 1")
+    for name in ("beta1", "beta2", "momentum"):
         if not 0 <= getattr(config, name) < 1:
             raise UserError(f"--{name} {getattr(config, name)}: it must be at least 0 and below 1")

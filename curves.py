@@ -2,32 +2,42 @@
 
     python curves.py log/RUN [log/OTHER ...]
 
-train_gpt2.py draws the curves of each run of MIN_STEPS steps or more to log/RUN/curves.png.
+train_gpt2.py draws log/RUN/curves.png at the end of a run, or when it is stopped, if max_steps is MIN_STEPS or more.
 """
+
+import common.interrupt  # first: Ctrl-C during the other imports
 
 import itertools
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 import tyro
 
+from checkpoints.run_folder import facts_of
 from common.cli import UserError, parse, run
+from data.shards import FINEWEB_EDU
 from observe import figures
 
 # Validation loss and HellaSwag acc_norm of OpenAI's GPT-2 124M, as build-nanogpt measured them
 GPT2_VAL_LOSS, GPT2_HELLASWAG = 3.2924, 0.2955
-MIN_STEPS = 20  # shorter runs get no figure
+CHANCE = 0.25  # of four endings
+MIN_STEPS = 10  # a run with a smaller --max_steps gets no figure
+WITH_HELLASWAG = [["loss", "hellaswag"], ["speed", "norm"]]
+WITHOUT = [["loss", "speed"], ["loss", "norm"]]
 
 
 @dataclass
 class Flags:
     """Draw the curves of runs."""
 
-    runs: tyro.conf.Positional[tuple[str, ...]]
+    runs: Annotated[
+        tyro.conf.Positional[tuple[str, ...]], tyro.conf.arg(metavar="RUNS", help_behavior_hint="(required)")
+    ]
     """Folders of runs."""
     out: str | None = None
-    """File to write; by default curves.png in the folder of the first run."""
+    """File to write; by default log/RUN/curves.png, or for several runs log/curves-RUN-OTHER.png."""
 
 
 def read(folder):
@@ -35,7 +45,7 @@ def read(folder):
 
     Raises UserError for a folder without metrics.
     """
-    path = Path(folder) / "metrics.jsonl"
+    path = folder / "metrics.jsonl"
     series = {}
     try:
         lines = path.read_text().splitlines()
@@ -60,63 +70,87 @@ def read(folder):
 def draw(folders, path):
     """Write the curves of the runs to path. Raises UserError for a run that cannot be read, OSError for a path that
     cannot be written, ValueError for a path whose suffix is not an image format."""
-    runs = {Path(folder).resolve().name: read(folder) for folder in folders}
-    most = max(tokens for series in runs.values() for tokens in series["step"][0])
-    scale, unit = next(
-        (s, u) for s, u in ((1e9, "billion "), (1e6, "million "), (1e3, "thousand "), (1, "")) if most >= s or s == 1
-    )
-    figure, ((loss, hellaswag), (speed, norm)) = figures.new_figure(12, 7.5, columns=2, rows=2)
+    runs = [read(folder) for folder in folders]
+    names = [folder.resolve().name for folder in folders]
+    scale, unit = figures.unit(max(tokens for series in runs for tokens in series["step"][0]))
+    rate_scale, rate_unit = figures.unit(max(max(series.get("tokens_per_sec", ((), (0,)))[1]) for series in runs))
+    has_hellaswag = any("hellaswag_acc_norm" in series for series in runs)
+    figure, axes = figures.new_figure(12, 7.5, mosaic=WITH_HELLASWAG if has_hellaswag else WITHOUT)
 
-    def line(ax, series, name, color, **style):
+    def line(panel, series, name, color, scale_y=1, **style):
         xs, ys = series.get(name, ((), ()))
         if xs:
-            ax.plot([x / scale for x in xs], ys, color=color, **style)
+            axes[panel].plot([x / scale for x in xs], [y / scale_y for y in ys], color=color, **style)
 
-    for (name, series), color in zip(runs.items(), itertools.cycle(figures.PALETTE)):
-        line(loss, series, "train_loss", color, linewidth=0.8, alpha=0.45)
-        line(loss, series, "val_loss", color, linewidth=1.8, marker="o", markersize=3, label=name)
-        line(hellaswag, series, "hellaswag_acc_norm", color, linewidth=1.8, marker="o", markersize=3)
+    for name, series, color in zip(names, runs, itertools.cycle(figures.PALETTE)):
+        line("loss", series, "train_loss", color, linewidth=0.8, alpha=0.45)
+        line("loss", series, "val_loss", color, linewidth=1.8, marker="o", markersize=3)
+        line("hellaswag", series, "hellaswag_acc_norm", color, linewidth=1.8, marker="o", markersize=3)
         without_first = {key: (xs[1:], ys[1:]) for key, (xs, ys) in series.items()}  # the first step compiles
-        line(speed, without_first, "tokens_per_sec", color, linewidth=0.8)
-        line(norm, series, "grad_norm", color, linewidth=0.8)
-    marks = ((loss, GPT2_VAL_LOSS, "GPT-2 124M on FineWeb-Edu"), (hellaswag, GPT2_HELLASWAG, "GPT-2 124M"))
-    for ax, mark, text in marks:
-        ax.set_visible(bool(ax.lines))  # HellaSwag may be off
-        ax.axhline(mark, color=figures.MUTED, linewidth=1, linestyle="--")
-        ax.text(1, mark, f"{text} {mark} ", transform=ax.get_yaxis_transform(), ha="right", va="bottom", fontsize=9)
-    titles = (
-        "loss (training thin, validation with dots)",
-        "HellaSwag, acc_norm",
-        "tokens/sec",
-        "gradient norm, before clipping",
+        line("speed", without_first, "tokens_per_sec", color, rate_scale, linewidth=0.8)
+        line("norm", series, "grad_norm", color, linewidth=0.8)
+        axes["loss"].plot([], [], color=color, linewidth=1.8, label=name)  # for the legend: some runs never validate
+    if all(is_fineweb_edu(facts_of(folder)) for folder in folders):
+        figures.mark(axes["loss"], GPT2_VAL_LOSS, f"GPT-2 124M\n{GPT2_VAL_LOSS}")
+    if has_hellaswag:
+        figures.mark(axes["hellaswag"], GPT2_HELLASWAG, f"GPT-2 124M\n{GPT2_HELLASWAG}")
+        figures.mark(axes["hellaswag"], CHANCE, f"chance\n{CHANCE}")
+    titles = dict(
+        loss="loss (training thin, validation with dots)",
+        hellaswag="HellaSwag, acc_norm",
+        speed=f"{rate_unit}tokens/sec",
+        norm="gradient norm, before clipping",
     )
-    for ax, title in zip((loss, hellaswag, speed, norm), titles):
-        ax.set_title(title, loc="left", fontsize=10, color=figures.MUTED)
+    for panel, ax in axes.items():
+        ax.set_title(titles[panel], loc="left", fontsize=10, color=figures.MUTED)
         ax.set_xlabel(f"{unit}tokens", color=figures.INK)
         ax.grid(axis="y", color=figures.RULE, linewidth=0.6)
-    speed.set_ylim(bottom=0)
-    speed.yaxis.set_major_formatter(lambda value, _: figures.thousands(value))
-    norm.set_yscale("log")
+    axes["speed"].set_ylim(bottom=0)
+    axes["norm"].set_yscale("log")
     if len(runs) > 1:
-        figure.legend(*loss.get_legend_handles_labels(), loc="outside lower center", ncols=3, frameon=False, fontsize=9)
-    figure.suptitle(", ".join(runs) if len(runs) == 1 else f"{len(runs)} runs", x=0.01, ha="left", color=figures.INK)
+        handles = axes["loss"].get_legend_handles_labels()
+        figure.legend(*handles, loc="outside lower center", ncols=3, frameon=False, fontsize=9)
+    figure.suptitle(names[0] if len(runs) == 1 else f"{len(runs)} runs", x=0.01, ha="left", color=figures.INK)
     figure.savefig(path)
 
 
-def draw_own(folder):
-    """Write curves.png to a run's folder, if the run is long enough. An error is printed, since the run is complete."""
+def is_fineweb_edu(facts):
+    """Whether a run is trained on FineWeb-Edu; facts: its config.json, which older versions wrote without a dataset."""
+    if "dataset" in facts:
+        return facts["dataset"] == FINEWEB_EDU
+    return "edu_fineweb" in Path(facts.get("data_dir", "")).name
+
+
+def draw_own(folder, max_steps):
+    """Write curves.png, of all steps so far, to a run's folder: its path, or None for a run of few max_steps.
+
+    An error is printed, since the run is complete.
+    """
+    if max_steps < MIN_STEPS:
+        return None
+    path = folder / "curves.png"
     try:
-        if len(read(folder).get("train_loss", ((), ()))[0]) >= MIN_STEPS:
-            draw([folder], Path(folder) / "curves.png")
+        draw([folder], path)
     except (OSError, UserError) as error:
         print(f"no curves.png: {error}")
+        return None
+    return path
+
+
+def default_path(folders):
+    """curves.png in the folder of one run; for several curves-RUN-OTHER.png beside the folder of the first."""
+    if len(folders) == 1:
+        return folders[0] / "curves.png"
+    names = "-".join(folder.resolve().name for folder in folders)
+    return folders[0].parent / f"curves-{names if len(folders) <= 3 else f'{len(folders)}-runs'}.png"
 
 
 def main():
     flags = parse(Flags)
-    path = Path(flags.out or Path(flags.runs[0]) / "curves.png")
+    folders = [Path(name) for name in flags.runs]
+    path = Path(flags.out or default_path(folders))
     try:
-        draw(flags.runs, path)
+        draw(folders, path)
     except (OSError, ValueError) as error:  # ValueError: --out has a suffix that matplotlib does not know
         raise UserError(f"cannot write {path}: {error}") from error
     print(path)

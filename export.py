@@ -1,10 +1,12 @@
 """Write a model as a Hugging Face folder (config, weights, tokenizer) for `transformers` and evaluation harnesses.
 
-    python export.py log/RUN/checkpoint_019073 my-gpt2
+    python export.py log/RUN my-gpt2                    # the newest checkpoint of a run
     python export.py out/ckpt.pt my-gpt2                # a checkpoint of nanoGPT or build-nanogpt
 
 A checkpoint of this project is such a folder already; the export leaves out the training state.
 """
+
+import common.interrupt  # first: Ctrl-C during the other imports
 
 import shutil
 from dataclasses import dataclass
@@ -23,7 +25,8 @@ class Flags:
     """Write a GPT-2 as a Hugging Face folder."""
 
     model: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="MODEL")]
-    """A checkpoint, a Hugging Face folder, a name on its hub such as gpt2, or a .pt of nanoGPT or build-nanogpt."""
+    """A run's folder (its newest checkpoint), a checkpoint, a Hugging Face folder, a name on the hub such as gpt2, or a
+    .pt of nanoGPT or build-nanogpt."""
     out: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="OUT")]
     """The folder to write."""
 

@@ -1,6 +1,6 @@
 """HellaSwag: how often a model finds the true ending of a short text likelier than three false ones.
 
-    python hellaswag.py CHECKPOINT                               # or a Hugging Face folder, or gpt2
+    python hellaswag.py log/RUN                                  # or a checkpoint, a Hugging Face folder, gpt2
     python hellaswag.py gpt2 --data hellaswag_val.jsonl mine.jsonl
 
 Endings are scored as build-nanogpt scores them (Zellers et al. 2019 for the data): acc counts the items where the true
@@ -8,7 +8,8 @@ ending has the lowest summed loss, acc_norm where it has the lowest loss per tok
 format works as well. For other tasks, export.py writes a folder that EleutherAI's lm_eval reads.
 """
 
-import json
+import common.interrupt  # first: Ctrl-C during the other imports
+
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,11 +18,14 @@ from typing import Annotated, Literal, NamedTuple
 import numpy as np
 import torch
 import tyro
-from tqdm import tqdm
 
-from checkpoints.load import load_model
-from common.cli import UserError, first_line, hub_errors, out_of_memory, parse, run
+from checkpoints.load import load_model, locate
+from common.cli import UserError, first_line, out_of_memory, parse, run
+from common.files import check_fields, open_regular, parse_json
+from common.hub import check_hub, hub_errors
+from common.progress import progress
 from data.tokenizer import get_tokenizer
+from observe.evaluation import batches_of_rank
 from parallel import process_group
 
 # OpenAI's GPT-2 weights by this script's measures (build-nanogpt), GPT-3 from Brown et al. 2020, table H.1
@@ -30,21 +34,23 @@ REFERENCE = "GPT-2 124M: acc 0.2859, acc_norm 0.2955; 1558M: 0.3842, 0.4893; GPT
 WIDTHS = 3
 
 
-def load_items(path=None):
+def load_items(path=None, limit=None):
     """Multiple-choice items: a list of dict(ctx=str, endings=[str, ...], label=int, the index of the true ending).
 
     path: a .jsonl file with these keys on each line; by default HellaSwag's 10,042 validation items from the hub.
+    limit: at most this many, evenly spread: HellaSwag begins with its shortest third, captions of videos.
     Raises UserError if the items cannot be read or are something else.
     """
     source = "HellaSwag from the hub" if path is None else path
     try:
         if path is None:
+            check_hub()
             from datasets import load_dataset
 
             rows = load_dataset("Rowan/hellaswag", split="validation").to_list()
         else:
-            with open(path, encoding="utf-8") as file:
-                rows = [json.loads(line) for line in file if line.strip()]
+            with open_regular(path) as file:
+                rows = file.readlines()
     except hub_errors() as error:
         raise UserError(
             f"cannot read {source} ({type(error).__name__}: {first_line(error)}); hellaswag.py reads a local file with "
@@ -52,21 +58,32 @@ def load_items(path=None):
         ) from error
     items = []
     for number, row in enumerate(rows, 1):
+        if path and not row.strip():
+            continue
         try:
-            item = dict(ctx=row["ctx"], endings=list(row["endings"]), label=int(row["label"]))
-            valid = len(item["endings"]) >= 2 and 0 <= item["label"] < len(item["endings"])
-            valid = valid and all(isinstance(text, str) for text in (item["ctx"], *item["endings"]))
-        except (KeyError, TypeError, ValueError):
-            valid = False
-        if not valid:
+            items.append(read_item(parse_json(row) if path else row))
+        except ValueError as error:
+            where = f"{source}, {'line' if path else 'item'} {number}"
             raise UserError(
-                f"{source}, item {number}: an item needs ctx, endings (two or more) and label (the index of the true "
-                f"ending), this one is {json.dumps(row)[:80]}"
-            )
-        items.append(item)
+                f"{where}: {error}; an item needs ctx, endings (two or more, not blank) and label (the index of the "
+                f"true ending), this one is {row!r:.80}"
+            ) from error
     if not items:
         raise UserError(f"{source} has no items: it needs one a line, with ctx, endings and label")
-    return items
+    count = min(limit or len(items), len(items))
+    return [items[i * len(items) // count] for i in range(count)]
+
+
+def read_item(row):
+    """The item in a row of HellaSwag, whose label may be text. Raises ValueError if the row is something else."""
+    check_fields(row, ctx=str, endings=list, label=int | str)
+    ctx, endings, label = row["ctx"], row["endings"], str(row["label"])
+    # a blank text has nothing to score: without a context, nothing predicts an ending's first token
+    if not all(isinstance(text, str) and text.strip() for text in (ctx, *endings)):
+        raise ValueError("ctx or an ending is blank or not text")
+    if len(endings) < 2 or label not in map(str, range(len(endings))):
+        raise ValueError(f"there are {len(endings)} endings, and label is {label}")
+    return dict(ctx=ctx, endings=endings, label=int(label))
 
 
 class Batch(NamedTuple):
@@ -118,39 +135,40 @@ class MultipleChoice:
         """seq_len: the most tokens the model takes. tokens: the most tokens in a batch. widths: see make_batches."""
         encode = get_tokenizer().encode_ordinary
         contexts = [encode(item["ctx"]) for item in items]
-        pairs = [(context, encode(" " + end)) for item, context in zip(items, contexts) for end in item["endings"]]
+        each = progress(zip(items, contexts), "tokenizing", len(items))
+        pairs = [(context, encode(" " + end)) for item, context in each for end in item["endings"]]
         self.batches, self.lengths = make_batches(pairs, seq_len, tokens, widths)
         self.labels = torch.tensor([item["label"] for item in items])
         counts = torch.tensor([len(item["endings"]) for item in items])
         self.choices = torch.arange(counts.max()) < counts[:, None]
 
     @torch.no_grad()
-    def sum_losses(self, losses_of, distributed, progress=None):
+    def sum_losses(self, losses_of, distributed, title="HellaSwag", stop_signal=None):
         """The loss of each ending, summed over its tokens: (endings of all items,) float64, on every rank.
 
         losses_of(inputs, targets, positions) returns a loss for each target; the losses of padding are ignored. The
-        ranks divide the batches. progress: title of a progress bar.
+        ranks divide the batches. title: of the progress bar. Raises Stopped as batches_of_rank.
         """
-        own = self.batches[distributed.rank :: distributed.world_size]
-        losses = []
-        for batch in tqdm(own, progress, disable=not progress):
-            losses.append(losses_of(*(tensor.to(distributed.device, non_blocking=True).long() for tensor in batch[:3])))
+        own = []
+        for batch in batches_of_rank(self.batches, title, distributed, stop_signal):
+            inputs = (tensor.to(distributed.device, non_blocking=True).long() for tensor in batch[:3])
+            own.append((losses_of(*inputs), batch))
         sums = torch.zeros(len(self.lengths), dtype=torch.float64)
-        for values, batch in zip(losses, own):  # a loop of its own: reading the losses waits for the device
+        for values, batch in own:  # a loop of its own: reading the losses waits for the device
             sums.index_add_(0, batch.endings, values[: len(batch.endings)].cpu().double())
         return torch.stack(distributed.all_gather(sums)).sum(dim=0)
 
-    def losses(self, losses_of, distributed, progress=None):
+    def losses(self, losses_of, distributed, title="HellaSwag", stop_signal=None):
         """Two tables (items, most endings): summed losses, and losses per token; inf where an ending does not exist."""
-        sums = self.sum_losses(losses_of, distributed, progress)
+        sums = self.sum_losses(losses_of, distributed, title, stop_signal)
         tables = [torch.full(self.choices.shape, math.inf) for _ in range(2)]
         for table, values in zip(tables, (sums, sums / self.lengths)):
             table[self.choices] = values.float()
         return tables
 
-    def evaluate(self, losses_of, distributed, progress=None):
+    def evaluate(self, losses_of, distributed, title="HellaSwag", stop_signal=None):
         """(acc, acc_norm), each between 0 and 1. A collective; arguments as of sum_losses."""
-        tables = self.losses(losses_of, distributed, progress)
+        tables = self.losses(losses_of, distributed, title, stop_signal)
         return tuple((table.argmin(dim=1) == self.labels).double().mean().item() for table in tables)
 
 
@@ -159,11 +177,11 @@ class Flags:
     """Evaluate a GPT-2 on HellaSwag, or on other multiple choice."""
 
     model: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="MODEL")]
-    """A checkpoint, a Hugging Face folder, or a name on its hub such as gpt2."""
+    """A run's folder (its newest checkpoint), a checkpoint, a Hugging Face folder, or a name on the hub (gpt2)."""
     data: tuple[str, ...] = ()
-    """Local .jsonl files instead of HellaSwag from the hub; each line has ctx, endings and label."""
+    """Local .jsonl files instead of HellaSwag; a line has ctx, endings and label, the true ending's index from 0."""
     limit: int | None = None
-    """Evaluate only this many items of each file."""
+    """Evaluate only this many items of each file, evenly spread over it."""
     device: Literal["auto", "cuda", "cpu", "mps"] = "auto"
     """auto: a GPU if there is one."""
     batch_tokens: int | None = None
@@ -183,7 +201,8 @@ def main():
 def evaluate_files(flags, distributed):
     """Evaluate and print every file of --data, or HellaSwag."""
     on_gpu = distributed.device.type == "cuda"
-    model = load_model(flags.model).to(distributed.device)
+    name = distributed.broadcast(distributed.on_main(lambda: locate(flags.model)))  # a run may write a newer one
+    model = load_model(name).to(distributed.device)
     bf16 = on_gpu and torch.cuda.is_bf16_supported(including_emulation=False)
     autocast = torch.autocast(distributed.device.type, torch.bfloat16, enabled=bf16)
 
@@ -193,10 +212,10 @@ def evaluate_files(flags, distributed):
 
     for path in flags.data or [None]:
         name = "HellaSwag" if path is None else Path(path).stem
-        items = load_items(path)[: flags.limit]
+        items = load_items(path, flags.limit)
         # nothing is compiled here, so more widths only save padding
         task = MultipleChoice(items, model.config.seq_len, flags.batch_tokens or (16384 if on_gpu else 4096), widths=16)
-        acc, acc_norm = task.evaluate(losses_of, distributed, progress=name if distributed.is_main else None)
+        acc, acc_norm = task.evaluate(losses_of, distributed, name)
         if distributed.is_main:
             chance = (1 / task.choices.sum(dim=1)).mean().item()
             print(f"{name}, {len(items):,} items: acc {acc:.4f} | acc_norm {acc_norm:.4f}")

@@ -1,10 +1,13 @@
 """Measure each optimization's gain on this machine, by short runs of train_gpt2.py.
 
     python train_gpt2.py --ladder                                           # turn the optimizations on, one by one
+    python ladder.py --to_loss --max_steps 90                               # what each training recipe buys, in time
     python ladder.py --sweep micro_batch_size=8,16,32,64 seq_len=512,1024   # the best of a grid of flags
 
-Every rung of the ladder and every cell of the grid runs the real training loop, on the same data from the same seed.
+Every rung of a ladder and every cell of the grid runs the real training loop, on the same data from the same seed.
 """
+
+import common.interrupt  # first: Ctrl-C during the other imports
 
 import dataclasses
 import itertools
@@ -22,21 +25,24 @@ from common.device import choose_device_type
 from common.peer_flags import HINTS
 from config import GROUPS, Config, check_bounds, defaults, flags
 from data.shards import open_shards
-from observe import figures
-from observe.figures import describe, word
+from observe import figures, time_to_loss
+from observe.figures import describe
 from observe.measure import OUT_OF_MEMORY, SETTLING_STEPS, measure, prepare, report_failures, save
+from observe.tables import COLUMNS, WIDTHS, align, markdown, row, sweep_markdown, uneven_warning, winner
+from optim.recipes import RECIPES
 from optimizations import RUNGS, turn_off_unavailable
 from parallel.memory import choose_micro_batch_size
 from parallel.process_group import Distributed
+from parallel.rendezvous import launched
 
 FIRST_MICRO_BATCH = 16  # of the first rungs on a GPU, halved until it fits; an 80 GB A100 can hold it
+LONG_RUN_VAL_TOKENS = 2621440  # at most, in each of some 20 validations
 EVALUATIONS = ("val_every", "hellaswag_every", "sample_every", "checkpoint_every")  # off in a measurement
 
 # Flags that a measurement sets itself, or that have no effect in it
-NOT_SWEPT = (
-    "demo ladder rungs ladder_steps profile max_steps batch_warmup_steps log_dir run_name wandb wandb_group".split()
-)
-NOT_SWEPT += ["wandb_project", "peak_tflops", "val_steps", "hellaswag_data", *EVALUATIONS]
+NOT_SWEPT = "demo ladder config resume rungs ladder_steps profile max_steps batch_warmup_steps log_dir run_name".split()
+NOT_SWEPT += "wandb wandb_group wandb_project peak_tflops val_tokens hellaswag_data hellaswag_limit".split()
+NOT_SWEPT += EVALUATIONS
 NOT_SWEPT += ["parallel", "shard_ranks", "overlap_gradients", "bf16_gradients"]  # of several processes
 
 
@@ -51,20 +57,37 @@ class Sweep:
 
 
 @dataclass
-class SweepConfig(Sweep, Config):
-    """Measure a grid of flags (--sweep), or without --sweep the ladder, as train_gpt2.py --ladder does.
+class ToLoss:
+    """The ladder of training recipes."""
+
+    TITLE = "time to a loss"
+
+    to_loss: bool = False
+    """Train --max_steps with each recipe; compare tokens and time to the validation loss that the first ends with."""
+    seeds: int = 3
+    """Runs of each recipe, with --seed and the numbers after it."""
+
+
+@dataclass
+class LadderConfig(Sweep, ToLoss, Config):
+    """Measure a grid of flags (--sweep), training recipes (--to_loss), or else the ladder, as train_gpt2.py --ladder.
 
     Takes every flag of train_gpt2.py.
     """
 
-    GROUPS = (Sweep, *GROUPS)
+    GROUPS = (Sweep, ToLoss, *GROUPS)
 
 
 def main():
-    is_ladder = not any(argument.split("=")[0] == "--sweep" for argument in sys.argv)
-    base = defaults([*sys.argv, "--ladder"] if is_ladder else sys.argv)
-    config = parse(SweepConfig, default=SweepConfig(**vars(base)), hints=HINTS)
-    climb(config) if is_ladder else sweep(config)
+    is_sweep = any(argument.split("=")[0] == "--sweep" for argument in sys.argv)
+    base = defaults(sys.argv if is_sweep else [*sys.argv, "--ladder"])
+    config = parse(LadderConfig, default=LadderConfig(**vars(base)), hints=HINTS)
+    if is_sweep:
+        sweep(config)
+    elif config.to_loss:
+        climb_to_loss(config)
+    else:
+        climb(config)
 
 
 def check(config):
@@ -87,17 +110,13 @@ def short_run(config):
 # ----------------------------------------------------------------------------------------------------------------------
 # The ladder
 
-COLUMNS = ("rung", "ms a step", "tokens/sec", "× before", "× first", "MFU", "peak GB", "loss")
-MEASURES = (1, 2, 5, 6)  # the columns that a sweep has too
-WIDTHS = (28, 10, 11, 8, 8, 6, 8, 8)
-
 
 def climb(config):
     """Run the ladder: print its table, and write ladder.json, ladder.md and ladder.png to the run's folder.
 
     Raises UserError for rungs that do not exist, or if a rung failed.
     """
-    if int(os.environ.get("RANK", 0)):
+    if launched()[0]:
         return  # torchrun's rank 0 starts the processes of every rung
     if config.fp8 and config.parallel != "ddp":
         raise UserError(f"--fp8 needs --parallel ddp, not {config.parallel}")
@@ -114,14 +133,14 @@ def climb(config):
     on = []  # rungs done
     before = None  # the config of the last rung that ran
     results = []
-    print("  ".join(title.ljust(w) if i == 0 else title.rjust(w) for i, (title, w) in enumerate(zip(COLUMNS, WIDTHS))))
+    print(align(COLUMNS, WIDTHS))
     steps = SETTLING_STEPS + config.ladder_steps
 
     def show(result):
         results.append(result)
         bar.write(row(result, results))
         bar.write(uneven_warning(result), end="")
-        save(folder, "ladder", config.ladder_steps, results, markdown(results), partial(figures.ladder, results))
+        save(folder, "ladder", results, markdown(results), partial(figures.ladder, results), config.ladder_steps)
 
     with tqdm(total=len(rungs) * steps, unit="step", leave=False, disable=None) as bar:
         for index, names in enumerate(rungs):
@@ -152,15 +171,6 @@ def climb(config):
         print(f"{done[-1]['tokens_per_sec'] / done[0]['tokens_per_sec']:.1f} × from {done[0]['rung']} to the last rung")
     print(f"{folder}/ has ladder.md, ladder.json, ladder.png and every run")
     report_failures(results)
-
-
-def uneven_warning(result):
-    """A line about a measurement whose steps are uneven, or an empty string."""
-    if result.get("spread", 0) < 0.3:
-        return ""
-    return (
-        f"    (uneven steps: the interquartile range is {result['spread']:.0%} of the median; is the device shared?)\n"
-    )
 
 
 def count_devices(config):
@@ -249,41 +259,67 @@ def label(names, result, mode):
     return "+ " + " + ".join(RUNGS[name].rung.format(**facts) for name in names if name in RUNGS)
 
 
-def cells(result, results):
-    """A rung's row of the table as text."""
-    if result["status"] != "done":
-        return [result["rung"], f"{result['status']}: {result['reason']}"]
-    done = [r for r in results if r["status"] == "done"]
-    rate = result["tokens_per_sec"]
-    return [
-        result["rung"],
-        f"{result['ms']:.2f}",
-        f"{rate:,.0f}",
-        f"{rate / done[-2]['tokens_per_sec']:.2f}" if len(done) > 1 else "",
-        f"{rate / done[0]['tokens_per_sec']:.2f}",
-        f"{result['mfu']:.1%}" if result["mfu"] else "–",
-        f"{result['peak_gb']:.2f}",
-        "–" if result["loss"] is None else f"{result['loss']:.4f}",
-    ]
+# ----------------------------------------------------------------------------------------------------------------------
+# The ladder of recipes
 
 
-def row(result, results):
-    texts = cells(result, results)
-    if len(texts) == 2:
-        return f"{texts[0]:{WIDTHS[0]}}  {texts[1]}"
-    return "  ".join(text.ljust(w) if i == 0 else text.rjust(w) for i, (text, w) in enumerate(zip(texts, WIDTHS)))
+def climb_to_loss(config):
+    """Train with one recipe after the other, from several seeds: to_loss.json, to_loss.md and the figure to_loss.png.
+
+    Raises UserError if the first recipe cannot run, or if a run failed.
+    """
+    if launched()[0]:
+        return  # torchrun's rank 0 starts the processes of every run
+    if config.seeds < 1:
+        raise UserError(f"--seeds {config.seeds}: it must be at least 1")
+    if config.max_steps <= SETTLING_STEPS:
+        raise UserError(f"--max_steps {config.max_steps}: the first {SETTLING_STEPS} steps only warm up; use more")
+    if config.optimizer != Config.optimizer or config.fp8:
+        raise UserError("--to_loss turns Muon and fp8 on itself: leave out --optimizer and --fp8")
+    check(config)
+    folder = prepare(config.log_dir, config.run_name, "to_loss")
+    print(f"results: {folder}/")
+    print(time_to_loss.head())
+    steps, ranks = config.max_steps, count_devices(config)
+    distributed = Distributed(0, ranks, torch.device(choose_device_type(config.device)))
+    results, curves, changes = [], {}, {}
+    with tqdm(total=len(RECIPES) * config.seeds * steps, unit="step", leave=False, disable=None) as bar:
+        for index, (name, recipe) in enumerate(RECIPES.items()):
+            rung, notes = turn_off_unavailable(long_run(config, changes | recipe), distributed)
+            idle = "; ".join(str(note) for note in notes if note.flag in recipe)
+            runs = [dict(status="skipped", reason=idle)] if idle else []
+            for seed in () if idle else range(config.seed, config.seed + config.seeds):
+                bar.set_description(f"{name}, seed {seed}")
+                arguments = flags(dataclasses.replace(rung, seed=seed))
+                runs.append(measure(arguments, folder, f"{index}_seed{seed}", ranks, steps, bar))
+                if runs[-1]["status"] != "done":
+                    break  # the other seeds would fail too
+            failure = next((run for run in runs if run["status"] != "done"), None)
+            if failure and not results:
+                raise UserError(failure["reason"])
+            if failure:
+                results.append(dict(failure, rung=name))
+            else:
+                changes |= recipe
+                curves[name] = [time_to_loss.read_curve(folder / run["name"]) for run in runs]
+                target = results[0]["loss"] if results else None
+                summary = time_to_loss.summarize(name, curves[name], target)
+                results.append(dict(summary, facts=runs[0]["facts"], commands=[run["command"] for run in runs]))
+            bar.update((index + 1) * config.seeds * steps - bar.n)
+            bar.write(time_to_loss.row(results))
+            draw = partial(figures.time_to_loss, curves, results[0]["loss"], results[0]["facts"])
+            save(folder, "to_loss", results, time_to_loss.markdown(results, config.seeds), draw)
+    print(f"{folder}/ has to_loss.md, to_loss.json, to_loss.png and every run")
+    report_failures(results)
 
 
-def markdown(results):
-    lines = [f"| {' | '.join(COLUMNS)} |", "| --- |" + " ---: |" * (len(COLUMNS) - 1)]
-    for index, result in enumerate(results):
-        texts = cells(result, results[: index + 1])
-        lines.append(f"| {' | '.join(texts + [''] * (len(COLUMNS) - len(texts)))} |")
-    lines += [
-        "",
-        "Losses are those of the last step: compare only rows with the same recipe and tokens a step.",
-    ]
-    return "\n".join(lines)
+def long_run(config, changes):
+    """The Config of a recipe's run: some 20 validations, no other evaluations; the warm-up fits into the steps."""
+    off = dict(hellaswag_every=0, sample_every=0, checkpoint_every=0, log_dir=Config.log_dir, run_name=None)
+    off |= dict(ladder=False, rungs="all", val_every=max(1, config.max_steps // 20))
+    off |= dict(val_tokens=min(config.val_tokens, LONG_RUN_VAL_TOKENS))
+    changed = dataclasses.replace(config, **off, **changes)
+    return dataclasses.replace(changed, warmup_steps=min(changed.warmup_steps, config.max_steps // 4))
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -295,7 +331,7 @@ def sweep(config):
 
     Raises UserError for an axis that is not a flag, if no combination ran, or if one failed.
     """
-    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+    if launched()[1] > 1:
         raise UserError("a sweep measures one process at a time: start it with python, not with torchrun")
     if not config.sweep:
         raise UserError("--sweep needs at least one flag and its values, as micro_batch_size=8,16")
@@ -315,16 +351,12 @@ def sweep(config):
             arguments = short_run(dataclasses.replace(config, **cell))
             result = measure(arguments, folder, f"{index:02d}", 1, steps, bar) | dict(cell=cell)
             results.append(result)
-            if result["status"] == "done":
-                text = (
-                    f"{result['tokens_per_sec']:>11,.0f} tok/s  {result['ms']:>9.2f} ms  {result['peak_gb']:>7.2f} GB"
-                )
-            else:
-                text = f"{result['status']}: {result['reason']}"
-            bar.write(f"{describe(cell):{width}}  {text}")
+            rate = "{tokens_per_sec:>11,.0f} tok/s  {ms:>9.2f} ms  {peak_gb:>7.2f} GB"
+            text = rate if result["status"] == "done" else "{status}: {reason}"
+            bar.write(f"{describe(cell):{width}}  {text.format(**result)}")
             bar.write(uneven_warning(result), end="")
             draw = partial(figures.heat_map, axes, results)
-            save(folder, "sweep", config.ladder_steps, results, sweep_markdown(axes, results), draw)
+            save(folder, "sweep", results, sweep_markdown(axes, results), draw, config.ladder_steps)
     done = sorted((r for r in results if r["status"] == "done"), key=lambda r: r["tokens_per_sec"], reverse=True)
     if not done:
         raise UserError(f"none of the {len(grid)} combinations ran: {results[0]['reason']}")
@@ -348,26 +380,6 @@ def read_axis(text):
     if len(set(converted)) < len(converted):
         raise UserError(f"--sweep {text} names a value twice")
     return name, converted
-
-
-def winner(done):
-    """One line: which combination is the fastest, and by how much."""
-    best = done[0]
-    text = f"{describe(best['cell'])} wins: {best['tokens_per_sec']:,.0f} tok/s"
-    if len(done) > 1:
-        next_ratio, last_ratio = (best["tokens_per_sec"] / r["tokens_per_sec"] for r in (done[1], done[-1]))
-        text += f", {next_ratio:.3f} × the next ({describe(done[1]['cell'])}), {last_ratio:.2f} × the slowest"
-    return text
-
-
-def sweep_markdown(axes, results):
-    lines = [f"| {' | '.join(axes)} | {' | '.join(COLUMNS[i] for i in MEASURES)} |"]
-    lines.append("| --- " * len(axes) + "|" + " ---: |" * len(MEASURES))
-    for result in results:
-        texts = cells(result | dict(rung=""), [result])
-        texts = [texts[i] for i in MEASURES] if len(texts) > 2 else [texts[1], "", "", ""]
-        lines.append(f"| {' | '.join([*map(word, result['cell'].values()), *texts])} |")
-    return "\n".join(lines)
 
 
 if __name__ == "__main__":

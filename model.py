@@ -14,10 +14,22 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
+from common.files import read_json, regular_file
+from common.hub import check_hub
 from kernels.mlp import fused_mlp
 
 # Linear weights that OpenAI's code, and so Hugging Face, stores as (in, out); nn.Linear stores (out, in)
 TRANSPOSED = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
+
+# Options of Hugging Face's config.json, by default as here, with the values that this model implements
+OPTIONS = dict(
+    model_type="gpt2",
+    activation_function="gelu_new",
+    layer_norm_epsilon=1e-5,
+    scale_attn_weights=True,
+    scale_attn_by_inverse_layer_idx=False,
+    tie_word_embeddings=True,
+)
 
 
 @dataclass
@@ -33,6 +45,7 @@ class GPTConfig:
     fused_cross_entropy: bool = False  # head and loss by a Triton kernel; needs a GPU
     fused_gelu: bool = False  # GELU in the epilogues of cuBLASLt's GEMMs
     packed_qkv: bool = False  # flash attention through cuDNN's front end; needs autocast
+    fp8: bool = False  # kernels.fp8.convert replaces the blocks' GEMMs; the head's, in bf16, are tuned
 
     def __post_init__(self):
         if self.n_embd % self.n_head:
@@ -47,7 +60,7 @@ class GPTConfig:
 def causal_attention(q, k, v, mask=None):
     """softmax(q kᵀ / √D) v with the (T, S) matrix in memory. q (B, H, T, D), k and v (B, H, S, D).
 
-    mask (1, S) bool: True hides a key; by default the causal mask.
+    mask (T, S) bool: True hides a key; by default the causal mask.
     """
     scores = (q @ k.transpose(-2, -1)) / math.sqrt(q.size(-1))  # (B, H, T, S)
     if mask is None:
@@ -134,10 +147,10 @@ class Cache:
         self.layers = [PastKeysValues(self) for _ in range(n_layer)]
 
     def reserve(self, T):
-        """Reserve slots for T tokens: the whole prompt, or one token. Returns their positions, (T,)."""
+        """Reserve slots for T tokens. Returns their positions, (T,)."""
         self.positions = self.slots[:T] + self.length
         self.length += T
-        self.empty = (self.slots >= self.length)[None]  # (1, capacity)
+        self.hidden = self.slots > self.positions[:, None]  # (T, capacity): later tokens, and empty slots
         return self.positions
 
 
@@ -149,14 +162,17 @@ class PastKeysValues:
         self.k = self.v = None
 
     def append(self, k, v):
-        """Store keys and values, (B, H, T, D) each. Returns (keys, values, mask) to attend to. For a prompt: its own
-        keys and values, and no mask. For one token: the buffers, and a (1, capacity) bool mask of their empty slots."""
+        """Store keys and values, (B, H, T, D) each. Returns (keys, values, mask) to attend to.
+
+        In the first call these are its own, without a mask; later the buffers, with a (T, capacity) bool mask.
+        """
         B, H, T, D = k.shape
-        if self.k is None:  # zeros, not uninitialized memory: attention multiplies masked values by 0
+        first = self.k is None
+        if first:  # zeros, not uninitialized memory: attention multiplies masked values by 0
             self.k, self.v = (x.new_zeros(B, H, len(self.cache.slots), D) for x in (k, v))
         self.k.index_copy_(2, self.cache.positions, k)
         self.v.index_copy_(2, self.cache.positions, v)
-        return (k, v, None) if T > 1 else (self.k, self.v, self.cache.empty)
+        return (k, v, None) if first else (self.k, self.v, self.cache.hidden)
 
 
 class GPT(nn.Module):
@@ -213,8 +229,8 @@ class GPT(nn.Module):
         idx (B, T) int64. targets (B, T) int64, -1 to ignore a position. The loss is in nats: the mean over all targets,
         or with reduction="none" (B, T), 0 at ignored positions. Without targets: logits (B, T, V) without padding.
         at (N,) int64, indices into idx.flatten(): targets and losses are then (N,), logits (N, V).
-        cache, from new_cache(): the first call takes the prompt, each later call one token; logits are those of the
-        last position, (B, 1, V).
+        cache, from new_cache(): idx follows the tokens of earlier calls; logits are those of the last position,
+        (B, 1, V).
 
         Raises ValueError for more than seq_len tokens in one call.
         """
@@ -244,7 +260,8 @@ class GPT(nn.Module):
         if self.config.fused_cross_entropy and targets is not None and reduction == "mean":
             from kernels.cross_entropy import fused_cross_entropy  # needs Triton
 
-            return fused_cross_entropy(x, self.transformer.wte.weight, targets, self.config.vocab_size)
+            weight, vocab_size = self.transformer.wte.weight, self.config.vocab_size
+            return fused_cross_entropy(x, weight, targets, vocab_size, tune=self.config.fp8)
         # pad_vocab: the head's GEMM, the largest of all, has 50304 columns, a multiple of a tensor-core tile. A bias of
         # -inf keeps the padding out of the softmax for free; slicing it off would copy all logits (7% of a step).
         padding = None
@@ -280,13 +297,10 @@ class GPT(nn.Module):
     @staticmethod
     def pretrained_config(name, **options):
         """The GPTConfig of the model that from_pretrained would load; raises the same."""
-        sizes = json.loads(find_file(name, "config.json").read_text())
-        if (
-            not isinstance(sizes, dict)
-            or sizes.get("model_type") != "gpt2"
-            or sizes.get("activation_function", "gelu_new") != "gelu_new"
-        ):
-            raise ValueError(f"{name}: config.json does not describe a GPT-2")
+        sizes = read_json(find_file(name, "config.json"))
+        for option, value in OPTIONS.items():
+            if sizes.get(option, value) != value:
+                raise ValueError(f"{option} is {sizes[option]!r:.99} in config.json, this GPT-2 has {value!r} only")
         names = dict(
             seq_len="n_positions", vocab_size="vocab_size", n_layer="n_layer", n_head="n_head", n_embd="n_embd"
         )
@@ -300,10 +314,8 @@ class GPT(nn.Module):
         """Write config.json as `transformers` reads it. The folder must exist."""
         c = self.config
         description = dict(
+            **OPTIONS,
             architectures=["GPT2LMHeadModel"],
-            model_type="gpt2",
-            activation_function="gelu_new",
-            layer_norm_epsilon=1e-5,
             n_positions=c.seq_len,
             vocab_size=c.vocab_size,
             n_layer=c.n_layer,
@@ -314,7 +326,6 @@ class GPT(nn.Module):
             resid_pdrop=0.0,
             bos_token_id=c.vocab_size - 1,
             eos_token_id=c.vocab_size - 1,
-            tie_word_embeddings=True,
         )
         (Path(folder) / "config.json").write_text(json.dumps(description, indent=2) + "\n")
 
@@ -373,9 +384,11 @@ def find_file(name, file):
     """The path of a file in a Hugging Face folder, or in a repository on the hub, which is downloaded once."""
     folder = Path(name)
     if folder.is_dir():
-        return folder / file
-    if folder.exists() or len(folder.parts) > 2 or str(name)[0] in "./~":
+        return regular_file(folder / file)
+    of_hub = len(folder.parts) == 1 or (len(folder.parts) == 2 and not folder.parent.exists())  # NAME or OWNER/NAME
+    if not of_hub or folder.exists() or folder.is_symlink() or str(name)[0] in "./~":
         raise FileNotFoundError(f"{name} is not a folder with config.json and model.safetensors")
+    check_hub()
     from huggingface_hub import hf_hub_download
 
     return Path(hf_hub_download(str(name), file))

@@ -27,7 +27,7 @@ def no_needs(config, distributed):
 
 def tf32_gpu(config, distributed):
     if distributed.device.type != "cuda":
-        return f"it is for NVIDIA GPUs, this is {distributed.device.type}"
+        return f"this is {distributed.device.type}, not an NVIDIA GPU"
     if torch.cuda.get_device_capability(distributed.device) < (8, 0):
         return f"{torch.cuda.get_device_name(distributed.device)} has no TF32"
 
@@ -47,6 +47,12 @@ def inductor(config, distributed):
         return f"torch.compile needs {missing}, and this machine has none"
 
 
+def skippable_update(config, distributed):
+    """A fused update skips a bad step on the device, by found_inf, which PyTorch reads on CUDA and CPUs."""
+    if distributed.device.type == "mps":
+        return "on Apple GPUs PyTorch does not skip a fused update whose gradients are not finite"
+
+
 def bf16_gpu(config, distributed):
     if config.autocast != "bf16":
         return "it needs --autocast bf16"
@@ -56,7 +62,7 @@ def bf16_gpu(config, distributed):
 
 def nvidia_gpu(config, distributed):
     if distributed.device.type != "cuda" or torch.version.hip:
-        return f"it is for NVIDIA GPUs, this is {'AMD' if torch.version.hip else distributed.device.type}"
+        return f"this is {'AMD' if torch.version.hip else distributed.device.type}, not an NVIDIA GPU"
 
 
 def triton(config, distributed):
@@ -156,7 +162,7 @@ OPTIMIZATIONS = (
         bf16_instructions,
         changes="rounding",
     ),
-    switch("compile", "torch.compile: fused kernels, no Python between them", needs=inductor),
+    switch("compile", "fused kernels, and no Python between them, by torch.compile", needs=inductor),
     switch(
         "flash",
         "attention through F.scaled_dot_product_attention, which never writes the T x T matrix to memory",
@@ -169,13 +175,13 @@ OPTIMIZATIONS = (
         ),
     ),
     switch("pad_vocab", "a vocabulary padded from 50257 to 50304 rows, which tensor-core tiles divide", in_model=True),
-    switch("fused_adamw", "the optimizer's update of all parameters in one kernel"),
+    switch("fused_adamw", "the optimizer's update of all parameters in one kernel", needs=skippable_update),
     Optimization(
         "recipe",
         # without GPT-3's recipe: the defaults of torch.optim.AdamW at a learning rate of 3e-4
         dict(lr=3e-4, lr_schedule="constant", warmup_steps=0, weight_decay=0.01, beta2=0.999, grad_clip=0.0),
         "GPT-3's recipe",
-        "GPT-3's hyperparameters, with --warmup_steps, --weight_decay and others",
+        "GPT-3's hyperparameters",
         changes="recipe",
     ),
     Optimization(
@@ -222,6 +228,7 @@ OPTIMIZATIONS = (
         "fp8",
         "the blocks' GEMMs in 8-bit floating point with delayed scaling, for Hopper and newer",
         needs=hopper,
+        in_model=True,
         changes="rounding",
         saves=("gpt2::fp8_linear", "gpt2::fp8_mlp"),
         default=False,
@@ -252,7 +259,7 @@ OPTIMIZATIONS = (
         "activation_checkpointing",
         dict(activation_checkpointing="off"),
         None,
-        "recompute a block's activations in backward instead of keeping them: less memory, up to a third more work",
+        "recompute activations in backward: less memory, up to a third more work",
         default=False,
     ),
 )
@@ -309,10 +316,10 @@ def flags_that_change(*kinds):
 
 
 def readme_table():
-    lines = ["| flag | what it does |", "| --- | --- |"]
+    lines = ["flag | what it does", "--- | ---"]
     for row in OPTIMIZATIONS:
         flag = "torchrun" if row.name == "ddp" else f"--{next(iter(row.off))}"
-        lines.append(f"| `{flag}` | {row.help}{'' if row.default else ' (off by default)'} |")
+        lines.append(f"`{flag}` | {row.help}{'' if row.default else ' (off)'}")
     return "\n".join(lines)
 
 

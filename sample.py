@@ -1,8 +1,10 @@
 """Generate text with a GPT-2.
 
-python sample.py CHECKPOINT --prompt "Hello, I'm a language model,"     # or a Hugging Face folder, or gpt2
+python sample.py log/RUN --prompt "Hello, I'm a language model,"        # or a checkpoint, a Hugging Face folder, gpt2
 python sample.py gpt2 --prompt_file story.txt --stream                  # - is standard input
 """
+
+import common.interrupt  # first: Ctrl-C during the other imports
 
 import codecs
 import sys
@@ -16,8 +18,13 @@ import tyro
 
 from checkpoints.load import load_model
 from common.cli import UserError, out_of_memory, parse, run
+from common.progress import progress
+from common.signals import Stopped
 from data.tokenizer import END_OF_TEXT, get_tokenizer
 from parallel import process_group
+
+PROMPT = "Hello, I'm a language model,"
+HINTS = dict(start="use --prompt", num_samples="use --count", out_dir="give the run's folder as MODEL")
 
 
 def draw_token(logits, temperature=1.0, top_k=0, top_p=1.0, generator=None):
@@ -45,6 +52,7 @@ def draw_token(logits, temperature=1.0, top_k=0, top_p=1.0, generator=None):
 def generate(model, tokens, max_new_tokens, graph=False, **options):
     """Yield the max_new_tokens tokens, (B, 1) each, that follow tokens (B, T), T >= 1. options: draw_token's.
 
+    A token is -1 if its logits are not finite.
     Beyond seq_len tokens the model gets the last seq_len and recomputes all of them for every token, because GPT-2's
     position embeddings are absolute. graph: replay decoding steps as a CUDA graph; not supported under autocast.
     """
@@ -56,8 +64,9 @@ def generate(model, tokens, max_new_tokens, graph=False, **options):
     else:
         decode = partial(model, cache=cache)
     for i in range(max_new_tokens):
-        token = draw_token(logits[:, -1], **options)
-        yield token
+        logits = logits[:, -1]
+        token = draw_token(logits.nan_to_num(), **options)  # drawing from NaN is an assertion that ends a GPU's process
+        yield token.where(logits.isfinite().all(dim=-1, keepdim=True), -1)
         if i == max_new_tokens - 1:
             return
         tokens = torch.cat((tokens, token), dim=1)
@@ -93,22 +102,38 @@ def record(model, cache, B):
     return replay
 
 
-def sample(model, prompt, count, max_new_tokens, seed=42, **options):
+def sample(model, prompt, count, max_new_tokens, seed=42, stop_signal=None, **options):
     """Generate `count` texts that begin with the prompt: a list of strings. An empty prompt starts a new document.
 
     A text ends before <|endoftext|>. The same seed gives the same texts on the same device. options: top_k (default
-    50), and those of generate and draw_token.
+    50), and those of generate and draw_token. Raises Stopped after stop_signal, a StopSignal, has received a signal.
     """
     rows = [[] for _ in range(count)]
-    for tokens in continue_prompt(model, prompt, count, max_new_tokens, seed, **options):
+    drawn = continue_prompt(model, prompt, count, max_new_tokens, seed, **options)
+    for tokens in progress(drawn, "samples", total=max_new_tokens):
         for row, token in zip(rows, tokens):
             row.append(token)
+        if stop_signal and stop_signal.name:
+            raise Stopped
     rows = [row[: row.index(END_OF_TEXT)] if END_OF_TEXT in row else row for row in rows]
     return [prompt + get_tokenizer().decode(row) for row in rows]
 
 
+def sample_in_training(model, seed, stop_signal=None):
+    """Four short texts, or the reason why there are none: a list of strings; None after a stop signal."""
+    try:
+        return sample(model, PROMPT, count=4, max_new_tokens=24, seed=seed, stop_signal=stop_signal)
+    except UserError as error:  # the logits are not finite; max_bad_steps decides when the run stops
+        return [f"({error})"]
+    except Stopped:
+        return None
+
+
 def continue_prompt(model, prompt, count, max_new_tokens, seed, top_k=50, **options):
-    """Yield the next token of each of `count` texts, a list of ints, until every text has had an <|endoftext|>."""
+    """Yield the next token of each of `count` texts, a list of ints, until every text has had an <|endoftext|>.
+
+    Raises UserError if the logits are not finite.
+    """
     device = next(model.parameters()).device
     generator = torch.Generator(device).manual_seed(seed)
     prompt_tokens = get_tokenizer().encode_ordinary(prompt) or [END_OF_TEXT]
@@ -116,6 +141,8 @@ def continue_prompt(model, prompt, count, max_new_tokens, seed, top_k=50, **opti
     ended = set()
     for tokens in generate(model, start, max_new_tokens, top_k=top_k, generator=generator, **options):
         tokens = tokens.flatten().tolist()
+        if -1 in tokens:
+            raise UserError("the model's logits are not finite: if its training diverged, use an earlier checkpoint")
         yield tokens
         ended |= {row for row, token in enumerate(tokens) if token == END_OF_TEXT}
         if len(ended) == count:
@@ -127,8 +154,8 @@ class Flags:
     """Generate text with a GPT-2."""
 
     model: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="MODEL")]
-    """A checkpoint, a Hugging Face folder, or a name on its hub such as gpt2."""
-    prompt: str = "Hello, I'm a language model,"
+    """A run's folder (its newest checkpoint), a checkpoint, a Hugging Face folder, or a name on the hub (gpt2)."""
+    prompt: str = PROMPT
     """The beginning of the text."""
     prompt_file: str | None = None
     """Read the prompt from this file instead; - is standard input."""
@@ -162,7 +189,7 @@ def read_prompt(path):
 
 
 def main():
-    flags = parse(Flags)
+    flags = parse(Flags, hints=HINTS)
     count = (1 if flags.stream else 4) if flags.count is None else flags.count
     if count < 1 or flags.max_new_tokens < 1 or flags.temperature < 0 or flags.top_k < 0 or not 0 < flags.top_p <= 1:
         raise UserError(

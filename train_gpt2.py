@@ -8,6 +8,8 @@
 Every optimization is a flag: see --help. The plan is printed before the first step; then one line a step.
 """
 
+import common.interrupt  # first: Ctrl-C during the other imports
+
 import contextlib
 import math
 import sys
@@ -24,17 +26,17 @@ from checkpoints.checkpointer import Checkpointer
 from common.cli import given, out_of_memory, parse, run
 from common.device import be_deterministic
 from common.peer_flags import HINTS
-from common.signals import StopSignal
+from common.signals import Stopped, StopSignal
 from config import Config, defaults, flags_that_matter, refuse_unavailable_flags, resolve
 from data import demo
 from data.loader import Loader, open_streams
 from hellaswag import MultipleChoice, load_items
 from model import GPT, GPTConfig
 from observe import profiler
+from observe.evaluation import validation_loss
 from observe.hardware import flops_per_token
 from observe.plan import print_plan, print_summary
 from observe.run_log import RunLog
-from observe.validation import validation_loss
 from optim.optimizer import make_optimizer, update_if_finite
 from optim.schedules import accumulation_steps, learning_rate
 from optimizations import model_switches, plan_switches, saved_operators
@@ -42,9 +44,7 @@ from parallel import fsdp, process_group
 from parallel.activation_checkpointing import checkpoint_activations
 from parallel.ddp import micro_batch, wrap_ddp, zero_gradients
 from parallel.memory import free_memory, less_memory
-from sample import sample
-
-PROMPT = "Hello, I'm a language model,"
+from sample import sample_in_training
 
 
 def main():
@@ -130,14 +130,14 @@ class StepResult:
 def train_step(trainer, step, next_batch, stop_signal=None):
     """Forward and backward over the micro-batches of step `step`, clip, update: a StepResult.
 
-    next_batch(): inputs and targets, (B, T) int64 each. Returns None if a signal stopped the step between
+    next_batch(): inputs and targets, (B, T) int64 each. Raises Stopped if a signal stopped the step between
     micro-batches, before any weight changed: on one rank only, several ranks finish the step.
     """
     config, distributed, scaler = trainer.config, trainer.distributed, trainer.scaler
     world_size = distributed.world_size
     micro_steps = accumulation_steps(step, config, world_size)
     for group in trainer.optimizer.param_groups:
-        group["lr"] = learning_rate(step, config)
+        group["lr"] = learning_rate(step, config, group["peak"])
     loss_sum = torch.zeros((), device=distributed.device)
     for micro_step in range(micro_steps):
         last = micro_step == micro_steps - 1
@@ -149,7 +149,7 @@ def train_step(trainer, step, next_batch, stop_signal=None):
             scaler.scale(loss).backward()
         loss_sum += loss.detach()
         if stop_signal and stop_signal.name and world_size == 1 and not last:
-            return None
+            raise Stopped
     scaler.unscale_(trainer.optimizer)
     norm = torch.nn.utils.clip_grad_norm_(trainer.model.parameters(), config.grad_clip or float("inf"))
     norm = fsdp.full_tensor(norm)
@@ -173,23 +173,23 @@ def train_step(trainer, step, next_batch, stop_signal=None):
 # Training
 
 
-def train(config, distributed, given_flags):
-    """Train as the Config says. given_flags: those of the command line; one that is unavailable here is an error."""
-    if config.deterministic:
+def train(flags, distributed, given_flags):
+    """Train as a Config says. given_flags: those of the command line; one that is unavailable here is an error."""
+    if flags.deterministic:
         be_deterministic()
-    fsdp.check_machines(config, distributed)
-    start = resume.find_start(config, distributed)
-    config, notes = resolve(config, distributed, free_memory(distributed), start.sizes, start.resumed, start.step)
+    fsdp.check_machines(flags, distributed)
+    start = resume.find_start(flags, distributed)
+    config, notes = resolve(flags, distributed, free_memory(distributed), start.sizes, start.resumed, start.step)
     refuse_unavailable_flags(given_flags, notes)
-    config.run_name = distributed.broadcast(config.run_name)  # by default it contains the time of day
     notes += resume.changed_flags(start, config, distributed.world_size, flags_that_matter())
     if config.demo:
         distributed.on_main(lambda: demo.make_data(config.data_dir))
-    train_stream, val_stream = open_streams(config)
+    train_stream, val_stream, data = open_streams(config)
+    notes += resume.changed_data(start, config, data, train_stream.total)
     hellaswag = None
     if config.hellaswag_every:
         tokens = config.micro_batch_size * config.seq_len
-        hellaswag = MultipleChoice(load_items(config.hellaswag_data), config.seq_len, tokens)
+        hellaswag = MultipleChoice(load_items(config.hellaswag_data, config.hellaswag_limit), config.seq_len, tokens)
     place = (distributed.device, distributed.rank, distributed.world_size)
     loader = Loader(train_stream, config.micro_batch_size, config.seq_len, *place)
     trainer = build(config, distributed, start.weights, start.sizes)
@@ -197,11 +197,12 @@ def train(config, distributed, given_flags):
         resume.restore(start, trainer.model, trainer.optimizer, trainer.scaler, loader, distributed)
     flops = flops_per_token(trainer.model, config.seq_len)
     log = distributed.on_main(
-        lambda: RunLog(config, distributed.device, distributed.world_size, flops, start.resumed, start.training)
+        lambda: RunLog(config, flags, distributed.device, distributed.world_size, flops, start.resumed, start.training)
     )
+    config.run_name = distributed.broadcast(log and log.folder.name)  # RunLog names a run that has no name
     if log:  # on rank 0
         print_plan(trainer, notes, start, train_stream, val_stream, hellaswag, log, plan_switches(config))
-    checkpointer = Checkpointer(trainer, loader, log, start.step)
+    checkpointer = Checkpointer(trainer, loader, data, log, start.step)
     tracer = profiler.start(config, trainer.model.config, log, start.step) if log and config.profile else None
     with out_of_memory(less_memory(config.micro_batch_size)):
         loop(trainer, loader, val_stream, hellaswag, checkpointer, log, tracer, start)
@@ -213,25 +214,26 @@ def loop(trainer, loader, val_stream, hellaswag, checkpointer, log, tracer, star
     step, tokens = start.step, start.tokens  # steps, and tokens trained on, so far
     bad_steps = 0  # consecutive steps whose loss or gradient was not finite
     stopping = False
-    stop_signal = StopSignal()  # SIGTERM, Ctrl-C: finish the micro-batch (several ranks: the step), save, stop
+    stop_signal = None  # while the first step compiles, a signal ends the process at once: there is nothing to save
 
     while True:
         last = stopping or step >= config.max_steps
         checkpointer.save_if_due(step, tokens, healthy=not bad_steps, last=last)
-        if not stopping:
-            evaluate_if_due(trainer, step, tokens, val_stream, hellaswag, log)
-        if last:
-            break
-
-        began = time.perf_counter()
-        result = train_step(trainer, step, loader.next_batch, stop_signal)
-        if result is None:  # stopped between micro-batches: nothing of this step is kept
+        try:
+            if not stopping:
+                evaluate_if_due(trainer, step, tokens, val_stream, hellaswag, log, stop_signal)
+            if last:
+                break
+            began = time.perf_counter()
+            result = train_step(trainer, step, loader.next_batch, stop_signal)
+        except Stopped:  # between batches, on all ranks: nothing of this evaluation or step is kept
             stopping = True
             continue
+        stop_signal = stop_signal or StopSignal()  # finish the micro-batch (several ranks: the step), save, stop
         tokens += result.tokens
         bad_steps = 0 if result.finite else bad_steps + 1
         if log:
-            lr, seconds = learning_rate(step, config), time.perf_counter() - began
+            lr, seconds = learning_rate(step, config, config.lr), time.perf_counter() - began
             loss, norm, scale = result.loss, result.grad_norm, result.loss_scale
             log.train_step(step, tokens, result.tokens, loss, lr, norm, seconds, scale, bad_steps)
         if tracer:
@@ -243,20 +245,23 @@ def loop(trainer, loader, val_stream, hellaswag, checkpointer, log, tracer, star
 
     checkpointer.finish(step, bad_steps)
     if log:
+        log.close(finished=not stopping)
+        print_summary(config, log, tokens, curves.draw_own(log.folder, config.max_steps))
         if stopping:
             signal = stop_signal.name or "a signal to another rank"
-            print(f"{signal}: stopped before step {step}; {checkpointer.how_to_continue()}")
-        print_summary(config, log, tokens)
-        log.close(finished=not stopping)
-        curves.draw_own(log.folder)
+            print(f"{signal}: stopped at step {step}; {checkpointer.how_to_continue()}")
+        log.check_complete()
 
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Evaluation
 
 
-def evaluate_if_due(trainer, step, tokens, val_stream, hellaswag, log):
-    """Validation, HellaSwag and samples, each when its flag says so and after the last step. A collective."""
+def evaluate_if_due(trainer, step, tokens, val_stream, hellaswag, log, stop_signal):
+    """Validation, HellaSwag and samples, each when its flag says so and after the last step. A collective.
+
+    Raises Stopped, on all ranks, if a signal stopped one of them: its result is not logged.
+    """
     config, distributed, model = trainer.config, trainer.distributed, trainer.model
 
     def due(every):
@@ -269,19 +274,22 @@ def evaluate_if_due(trainer, step, tokens, val_stream, hellaswag, log):
     if due(config.val_every):
         began = time.perf_counter()
         with fsdp.gathered(model, config):
-            loss = validation_loss(losses_of, val_stream, config, distributed)
+            loss = validation_loss(losses_of, val_stream, config, distributed, stop_signal)
         if log:
             log.validation(step, tokens, loss, time.perf_counter() - began)
     if hellaswag and due(config.hellaswag_every):
         began = time.perf_counter()
         with fsdp.gathered(model, config):
-            acc, acc_norm = hellaswag.evaluate(losses_of, distributed)
+            acc, acc_norm = hellaswag.evaluate(losses_of, distributed, stop_signal=stop_signal)
         if log:
-            log.hellaswag(step, tokens, acc, acc_norm, time.perf_counter() - began)
+            log.hellaswag(step, tokens, acc, acc_norm, len(hellaswag.labels), time.perf_counter() - began)
     if step > 0 and due(config.sample_every):
         with fsdp.gathered(model, config), trainer.autocast:
-            if log:
-                log.samples(step, tokens, sample(model, PROMPT, count=4, max_new_tokens=24, seed=config.seed))
+            texts = log and sample_in_training(model, config.seed, stop_signal)
+        if distributed.broadcast(texts) is None:  # rank 0 has received a signal
+            raise Stopped
+        if log:
+            log.samples(step, tokens, texts)
 
 
 if __name__ == "__main__":

@@ -7,10 +7,14 @@ from pathlib import Path
 
 import torch.distributed as dist
 from safetensors import SafetensorError
+from torch.nn.utils import get_total_norm
 
-from checkpoints.run_folder import checkpoints_of, step_of, unused_name
+from checkpoints.run_folder import checkpoints_of, step_of
 from checkpoints.save import snapshot, write
-from common.cli import UserError
+from common.cli import UserError, python_command
+from common.files import is_disk_full
+from common.progress import print_over_bar
+from parallel import fsdp
 
 
 class Checkpointer:
@@ -19,42 +23,51 @@ class Checkpointer:
     Every rank has one, since a snapshot is a collective. Rank 0 writes; the ranks of a sharded model all write.
     """
 
-    def __init__(self, trainer, loader, log, step):
-        """trainer: train_gpt2.Trainer. log: rank 0's RunLog, None on the other ranks. step: where the run starts; newer
-        checkpoints in its folder are renamed to *.abandoned."""
+    def __init__(self, trainer, loader, data, log, step):
+        """trainer: train_gpt2.Trainer. data: the shards' identity(). log: rank 0's RunLog, None on the other ranks.
+        step: where the run starts."""
         self.config, self.distributed = trainer.config, trainer.distributed
         self.model, self.optimizer, self.scaler = trainer.model, trainer.optimizer, trainer.scaler
-        self.loader = loader
+        self.loader, self.data = loader, data
         self.log = log
         self.folder = Path(self.config.log_dir) / self.config.run_name
         self.group = None if self.config.parallel == "ddp" else dist.new_group(backend="gloo")
         self.saved = step  # the step of the newest checkpoint; before the first update there is nothing to save
+        self.reached = step  # the newest step that a finite loss and gradient led to
         self.pending = False  # a checkpoint is due, and waits for a finite step
         self._thread = ThreadPoolExecutor(1)
         self._writing = None
         self._failed = False  # whether the last write failed
         if self.distributed.is_main:
-            self._tidy(step)
+            for torn in self.folder.glob("checkpoint_*.unfinished"):
+                shutil.rmtree(torn, ignore_errors=True)
         if self.config.checkpoint_every and self.distributed.device.type == "cuda":
             snapshot(self.model, self.optimizer, self.distributed)  # allocates page-locked memory before the first step
 
     def save_if_due(self, step, tokens, healthy, last):
         """Save if this step is due. last: the run ends here. healthy: whether the last loss and gradient were finite;
-        if they were not, the weights may be damaged, and the checkpoint waits for a healthy step."""
+        if they were not, or if the weights are not, the checkpoint waits for a healthy step."""
         every = self.config.checkpoint_every
         self.pending = step > self.saved and (self.pending or last or (every > 0 and step % every == 0))
+        if healthy:
+            self.reached = step
         if not (every and self.pending and healthy):
+            return
+        norm = fsdp.full_tensor(get_total_norm(self.model.parameters()))
+        if not math.isfinite(self.distributed.all_reduce(norm)[0]):
+            if self.log:
+                print(f"step {step:5d}/{self.config.max_steps} | the weights are not finite: no checkpoint")
             return
         self.wait()
         tensors = snapshot(self.model, self.optimizer, self.distributed)
         self.saved, self.pending = step, False
         if not (self.distributed.is_main or self.group):
             return
-        training = dict(step=step, tokens=tokens, scaler=self.scaler.state_dict())
+        training = dict(step=step, tokens=tokens, scaler=self.scaler.state_dict()) | self.data
         training["loader"] = dict(self.loader.state(), position=tokens)  # the loader may be inside an interrupted step
         if self.log:
             training["run"] = dict(self.log.facts)
-            self.log.flush(step)
+            self.log.flush()
         self._writing = self._thread.submit(self._write, step, tensors, training)
 
     def wait(self):
@@ -82,19 +95,29 @@ class Checkpointer:
         self.distributed.all_reduce(0)  # all wait: a scheduler may end the job when one process exits
         if not self.log:
             return
-        problem = None
-        if self.config.checkpoint_every and not math.isfinite(self.log.val_losses.get(step, 0.0)):
-            problem = f"the validation loss of step {step} is not finite; {{}}; try a lower --lr"
+        problem, every = None, self.config.checkpoint_every
+        if every and not math.isfinite(self.log.val_losses.get(step, 0.0)):
+            problem = f"the validation loss of step {step} is not finite; {self._way_back()}"
         elif bad_steps >= self.config.max_bad_steps:
-            problem = f"the loss or the gradient was not finite in {bad_steps} steps in a row; {{}}; try a lower --lr"
-        elif self.config.checkpoint_every and (self.saved < step or self._failed):
-            problem = f"step {step} is not saved; {{}}; the same command with this --run_name "
-            problem += "continues" if checkpoints_of(self.folder) else "starts over"
-            if bad_steps:
-                problem = f"step {step} is not saved, its loss or gradient is not finite; {{}}; try a lower --lr"
+            problem = f"the loss or the gradient was not finite in {bad_steps} steps in a row; {self._way_back()}"
+        elif every and self.saved < step:
+            problem = f"step {step} is not saved: its loss, gradient or weights are not finite; {self._way_back()}"
+        elif every and self._failed:
+            outcome = "continues" if checkpoints_of(self.folder) else "starts over"
+            problem = f"step {step} is not saved; {self.newest()}; the same command with this --run_name {outcome}"
         if problem:
             self.log.close(finished=False)
-            raise UserError(problem.format(self.newest()))
+            raise UserError(problem)
+
+    def _way_back(self):
+        """What to do after the run diverged, in words. From a checkpoint whose next step was bad it diverges again."""
+        found = checkpoints_of(self.folder)
+        if not found or step_of(found[0]) < self.reached:
+            return f"{self.newest()}; try a lower --lr"
+        again = f"{self.newest()}, and already the step after it was not finite"
+        if len(found) > 1:
+            return f"{again}; go back with --resume {found[1]} and a lower --lr"
+        return f"{again}; start over with another --run_name and a lower --lr"
 
     def newest(self):
         """The newest checkpoint, in words."""
@@ -104,46 +127,69 @@ class Checkpointer:
     def how_to_continue(self):
         """How a stopped run continues, in words."""
         found = checkpoints_of(self.folder)
-        return f"--run_name {self.config.run_name} continues from {found[0]}" if found else "there is no checkpoint"
+        if not found:
+            return "there is no checkpoint"
+        command = python_command("train_gpt2.py", "--resume", self.folder)
+        if self.distributed.world_size > 1:  # torchrun's own flags are not known here
+            command = f"the same command with --resume {self.folder}"
+        return f"to continue from {found[0]}: {command}"
 
     # ---- in the thread
 
-    def _write(self, step, tensors, training):
+    def _write(self, step, tensors, training, retry=True):
+        """Write a checkpoint. If the disk is full, an older checkpoint makes room, and all ranks write once more."""
         folder = self.folder / f"checkpoint_{step:06d}"
+        error = None
         try:
             write(folder, self.model, tensors, training, self.group)
-        except (OSError, SafetensorError):
+        except (OSError, SafetensorError) as raised:
+            error = raised
             if self.distributed.is_main:
                 shutil.rmtree(folder.with_name(folder.name + ".unfinished"), ignore_errors=True)
-            raise
+        again = [False]
+        if error and retry and self.distributed.is_main and is_disk_full(error):
+            again = [self._make_room()]
+        if self.group:
+            dist.broadcast_object_list(again, group=self.group)  # from rank 0, which has the errors of all ranks
+        if again[0]:
+            return self._write(step, tensors, training, retry=False)
+        if error:
+            raise error
         if self.distributed.is_main:
-            print(
-                f"step {step:5d}/{self.config.max_steps} | checkpoint {folder}\n", end=""
-            )  # one write, so that threads' lines do not mix
+            print_over_bar(f"step {step:5d}/{self.config.max_steps} | checkpoint {folder}")
             self._prune()
 
     def _prune(self):
-        """Remove all checkpoints but the newest keep_checkpoints and the one with the lowest validation loss. Those
-        whose validation loss is not finite go first."""
-        found = checkpoints_of(self.folder)
-        losses = {path: self.log.val_losses.get(step_of(path)) for path in found}
-        sound = [path for path in found if losses[path] is None or math.isfinite(losses[path])]
-        best = sorted((path for path in sound if losses[path] is not None), key=losses.get)[:1]
-        kept = sound[: self.config.keep_checkpoints] + best
-        try:
-            for path in found:
-                if path not in kept:
-                    doomed = path.with_name(path.name + ".unfinished")  # a half-deleted folder must not look complete
-                    path.rename(doomed)
-                    shutil.rmtree(doomed)
-        except OSError as error:
-            print(f"an older checkpoint could not be removed: {error}\n", end="")
-
-    def _tidy(self, step):
-        """Delete unfinished checkpoints, and rename those after `step` to *.abandoned."""
-        for torn in self.folder.glob("checkpoint_*.unfinished"):
-            shutil.rmtree(torn, ignore_errors=True)
+        """Remove all checkpoints but the newest keep_checkpoints, the newest whose next step was finite, and the one
+        with the lowest validation loss. Those whose validation loss is not finite go first."""
+        sound, best = self._sound_and_best()
+        followed = [path for path in sound if step_of(path) < self.reached][:1]
         for path in checkpoints_of(self.folder):
-            if step_of(path) > step:
-                aside = path.rename(unused_name(path.with_name(path.name + ".abandoned")))
-                print(f"{path} is newer than step {step}: renamed to {aside.name}")
+            if path not in sound[: self.config.keep_checkpoints] + followed + best:
+                self._remove(path)
+
+    def _make_room(self):
+        """Remove the oldest checkpoint, the best one only if needed and the newest never; returns whether it worked."""
+        sound, best = self._sound_and_best()
+        worth = lambda path: (path in sound[:1], path in best, path in sound, step_of(path))  # noqa: E731
+        found = sorted(checkpoints_of(self.folder), key=worth)
+        if len(found) > 1:
+            print_over_bar(f"the disk is full: {found[0]} makes room")
+        return len(found) > 1 and self._remove(found[0])
+
+    def _sound_and_best(self):
+        """The checkpoints whose validation loss is finite or unknown, the newest first; [the one with the lowest]."""
+        losses = {path: self.log.val_losses.get(step_of(path)) for path in checkpoints_of(self.folder)}
+        sound = [path for path in losses if losses[path] is None or math.isfinite(losses[path])]
+        return sound, sorted((path for path in sound if losses[path] is not None), key=losses.get)[:1]
+
+    def _remove(self, path):
+        """Remove a checkpoint; returns whether that worked."""
+        doomed = path.with_name(path.name + ".unfinished")  # a half-deleted folder must not look complete
+        try:
+            path.rename(doomed)
+            shutil.rmtree(doomed)
+        except OSError as error:
+            print_over_bar(f"an older checkpoint could not be removed: {error}")
+            return False
+        return True

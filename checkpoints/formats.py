@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from common.files import regular_file
 from data.tokenizer import VOCAB_SIZE
 
 
@@ -27,7 +28,7 @@ def load(path):
     Raises OSError if the file cannot be read, ValueError if it is no such checkpoint.
     """
     stand_ins = [(Sizes, f"{module}.GPTConfig") for module in ("__main__", "train_gpt2", "model")]
-    if Path(path).is_file() and not zipfile.is_zipfile(path):
+    if not zipfile.is_zipfile(regular_file(path)):
         raise ValueError("it is not a file of torch.save")
     try:
         with torch.serialization.safe_globals(stand_ins):
@@ -42,7 +43,7 @@ def load(path):
             raise KeyError("n_head")
     except pickle.UnpicklingError as error:
         raise ValueError("it holds more than weights and settings: pickled code, which is not executed") from error
-    except (RuntimeError, KeyError, TypeError, AttributeError, IndexError) as error:
+    except (RuntimeError, LookupError, TypeError, AttributeError, OverflowError) as error:
         raise ValueError(f"it is neither nanoGPT's nor build-nanogpt's ({type(error).__name__}: {error})") from error
     weights, biases = {}, {}
     for name, weight in state.items():

@@ -5,7 +5,6 @@ Nothing in a checkpoint can execute when it is loaded.
 
 import contextlib
 import dataclasses
-import json
 from pathlib import Path
 
 import torch
@@ -13,15 +12,20 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from checkpoints import formats, pieces
-from checkpoints.run_folder import checkpoints_of
+from checkpoints.run_folder import checkpoints_of, facts_of
 from checkpoints.save import STATE, TRAINING, WEIGHTS
-from common.cli import UserError, first_line, hub_errors
-from common.files import digest
+from common.cli import UserError, first_line
+from common.files import digest, json_digest, read_json
+from common.hub import hub_errors
+from common.progress import progress
 from data.tokenizer import VOCAB_SIZE
 from model import GPT, GPTConfig, find_file, stored_layout
 from parallel.fsdp import fill
 
-LOADER = dict(position=int, total=int, seed=int, shuffle=bool)  # types of the loader's state
+# what a run resumes from
+TRAINING_TYPES = dict(step=int, tokens=int, loader=dict, scaler=dict, run=dict, sha256=dict)
+LOADER_TYPES = dict(position=int, total=int, seed=int, shuffle=bool)
+MAX_LAYERS = 1000  # building more would take minutes, before the weights show that config.json is wrong
 
 
 def newest(folder, distributed):
@@ -48,20 +52,18 @@ def newest(folder, distributed):
 
 
 def read_training(folder):
-    """The content of a checkpoint's training.json. Raises UserError if it is missing or incomplete."""
-    path = Path(folder) / TRAINING
+    """The content of a checkpoint's training.json. Raises UserError if it is missing, damaged or incomplete."""
     try:
-        training = json.loads(path.read_text())
+        training = unchanged_training(folder)
     except OSError as error:
-        raise UserError(f"{folder} is not a checkpoint to resume from: {path.name}: {error.strerror}") from error
+        raise UserError(f"{folder} is not a checkpoint to resume from: {TRAINING}: {error.strerror}") from error
     except ValueError as error:
-        raise UserError(f"{folder} is damaged: {path.name} is not JSON ({error})") from error
-    kinds = dict(step=int, tokens=int, loader=dict, scaler=dict, run=dict, sha256=dict)
+        raise UserError(f"{folder} is damaged: {TRAINING}: {error}") from error
     if not (
-        isinstance(training, dict)
-        and all(isinstance(training.get(name), kind) for name, kind in kinds.items())
-        and training["step"] >= 0
-        and all(type(training["loader"].get(name)) is kind for name, kind in LOADER.items())
+        has_types(training, TRAINING_TYPES)
+        and has_types(training["loader"], LOADER_TYPES)
+        and all(type(value) in (int, float) and value >= 0 for value in training["scaler"].values())
+        and isinstance(training.get("shards", {}), dict)
         and "config.json" in training["sha256"]
         and (training["sha256"].keys() >= {WEIGHTS, STATE} or any(map(pieces.is_piece, training["sha256"])))
     ):
@@ -69,14 +71,32 @@ def read_training(folder):
     return training
 
 
+def unchanged_training(folder):
+    """The content of training.json without its own hash, which it has unless an older version wrote it.
+
+    Raises OSError if it cannot be read, ValueError if it is not what was written.
+    """
+    training = read_json(Path(folder) / TRAINING, sha256=dict)
+    if training["sha256"].pop(TRAINING, None) not in (None, json_digest(training)):
+        raise ValueError("it is not what was written")
+    return training
+
+
+def has_types(values, types):
+    """Whether a dictionary has values of these types, and no negative number among them."""
+    return all(type(values.get(name)) is kind and (kind is dict or values[name] >= 0) for name, kind in types.items())
+
+
 def verify(folder):
     """Raises UserError if a file of a checkpoint does not have the SHA-256 it was written with."""
-    compare(folder, read_training(folder)["sha256"])
+    hashes = read_training(folder)["sha256"]
+    compare(folder, hashes)
+    print_unlisted(folder, hashes)
 
 
 def compare(folder, hashes):
     """Raises UserError if one of a folder's files, {name: SHA-256}, is missing or has another hash."""
-    for name, expected in hashes.items():
+    for name, expected in progress(hashes.items(), "verifying"):
         path = Path(folder) / name
         try:
             found = digest(path)
@@ -86,13 +106,11 @@ def compare(folder, hashes):
             raise UserError(f"{folder} is damaged: {name} is not what was written")
 
 
-def hashes_of(folder):
-    """A checkpoint's files and their SHA-256. Empty for any other folder, whose weights load unverified."""
-    try:
-        hashes = json.loads((Path(folder) / TRAINING).read_text())["sha256"]
-        return hashes if isinstance(hashes, dict) else {}
-    except (OSError, ValueError, KeyError, TypeError):
-        return {}
+def print_unlisted(folder, hashes):
+    """Name the .safetensors files of a checkpoint that training.json does not list: copies, or another program's."""
+    names = sorted(path.name for path in Path(folder).glob("*.safetensors") if path.name not in hashes)
+    if names:
+        print(f"{folder}: files that {TRAINING} does not list are not read: {', '.join(names)}")
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -100,10 +118,12 @@ def hashes_of(folder):
 
 
 def load_model(name, **options):
-    """The GPT in a checkpoint, in a Hugging Face folder, on the hub, or in a .pt of nanoGPT or build-nanogpt.
+    """The GPT in a checkpoint, a run's newest one, a Hugging Face folder, on the hub, or in a .pt of nanoGPT or
+    build-nanogpt.
 
     options: fields of GPTConfig other than sizes. Raises UserError if it cannot be read or is damaged.
     """
+    name = locate(name)
     config = dataclasses.replace(load_config(name), **options)
     with explained(name):
         model = GPT.empty(config)
@@ -112,14 +132,41 @@ def load_model(name, **options):
     return model
 
 
+def locate(name):
+    """The newest checkpoint of a run, given its folder; else `name`. Raises UserError for a run without checkpoints."""
+    if found := checkpoints_of(name):
+        return found[0]
+    if "finished" in facts_of(Path(name)):
+        raise UserError(f"{name} is a run without checkpoints: give another model")
+    return name
+
+
 def verify_weights(name):
-    """Raises UserError if a checkpoint's weights do not have the SHA-256 they were written with."""
-    sharded = in_pieces(name)
-    compare(name, {file: value for file, value in hashes_of(name).items() if sharded or file == WEIGHTS})
+    """Raises UserError if a checkpoint's weights do not have the SHA-256 they were written with.
+
+    Weights from elsewhere have none; nor have those of a checkpoint whose training.json cannot be read, which is said.
+    """
+    try:
+        hashes = unchanged_training(name)["sha256"]
+    except (FileNotFoundError, NotADirectoryError):
+        return
+    except (OSError, ValueError) as error:
+        print(f"{name}: its weights are not verified, because {TRAINING} cannot be read ({first_line(error)})")
+        return
+    compare(name, {file: hashes.get(file) for file in ("config.json", *weight_files(name))})
+    print_unlisted(name, hashes)
 
 
-def in_pieces(name):
-    return any(pieces.is_piece(path.name) for path in Path(name).glob("*"))
+def weight_files(name):
+    """The files with a model's weights: model.safetensors, or the pieces of a sharded checkpoint.
+
+    Where training.json can be read, only files that it lists.
+    """
+    try:
+        files = unchanged_training(name)["sha256"]
+    except (OSError, ValueError):
+        files = [path.name for path in Path(name).glob("*.safetensors")]
+    return [WEIGHTS] if WEIGHTS in files else sorted(filter(pieces.is_piece, files)) or [WEIGHTS]
 
 
 def load_weights(name, model):
@@ -130,34 +177,35 @@ def load_weights(name, model):
     with explained(name):
         if formats.is_torch_file(name):
             model.load_hugging_face(formats.load(name)[1], fill)
-        elif in_pieces(name):
-            pieces.load(name, {own: stored_layout(own, each.detach()) for own, each in model.named_parameters()})
+        elif (files := weight_files(name)) != [WEIGHTS]:
+            targets = {own: stored_layout(own, each.detach()) for own, each in model.named_parameters()}
+            pieces.load(name, files, targets)
         else:
             model.load_hugging_face(load_file(find_file(name, WEIGHTS)), fill)
 
 
 def load_config(name):
     """The GPTConfig of what load_model would load. Raises UserError if it cannot be read or is no GPT-2."""
-    if found := checkpoints_of(name):
-        raise UserError(f"{name} is a run's folder: give one of its checkpoints, such as {found[0]}")
     with explained(name):
-        if formats.is_torch_file(name):
-            return GPTConfig(**formats.load(name)[0])
-        config = GPT.pretrained_config(name)
+        is_torch_file = formats.is_torch_file(name)
+        config = GPTConfig(**formats.load(name)[0]) if is_torch_file else GPT.pretrained_config(name)
+    if config.n_layer > MAX_LAYERS:
+        raise UserError(f"{name} has {config.n_layer:,} layers, at most {MAX_LAYERS:,} are supported")
     if config.vocab_size != VOCAB_SIZE:
         raise UserError(f"{name} has a vocabulary of {config.vocab_size}, but GPT-2's has {VOCAB_SIZE}")
     return config
 
 
+MODELS = "a run, a checkpoint, a Hugging Face folder, gpt2, gpt2-medium, gpt2-large or gpt2-xl, or a .pt of nanoGPT or "
+MODELS += "build-nanogpt"
+
+
 @contextlib.contextmanager
-def explained(name):
-    """Turns errors of reading a model into a UserError."""
+def explained(name, expected=MODELS):
+    """Turns errors of reading a model or a checkpoint into a UserError, which asks for what is expected."""
     try:
         yield
     except torch.OutOfMemoryError:
         raise  # not the file's fault
-    except (*hub_errors(), KeyError, TypeError, AttributeError, RuntimeError, SafetensorError) as error:
-        raise UserError(
-            f"cannot load {name} ({type(error).__name__}: {first_line(error)}); give a checkpoint, a Hugging Face "
-            "folder, gpt2, gpt2-medium, gpt2-large or gpt2-xl, or a .pt of nanoGPT or build-nanogpt"
-        ) from error
+    except (*hub_errors(), LookupError, TypeError, AttributeError, RuntimeError, SafetensorError) as error:
+        raise UserError(f"cannot load {name} ({type(error).__name__}: {first_line(error)}); give {expected}") from error

@@ -4,9 +4,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from checkpoints import load, pieces
-from checkpoints.run_folder import facts_of, lock, run_of_this_launch
+from checkpoints.run_folder import facts_of, folder_of, lock, named_run, run_of, run_of_this_launch
 from checkpoints.save import TRAINING, modules_with_scales, set_random_state
-from common.cli import Note, UserError
+from common.cli import Note, UserError, from_here
+from data.shards import MANIFEST, first_difference
 from model import GPTConfig
 from optim.optimizer import named_state
 
@@ -41,15 +42,17 @@ def find_start(config, distributed):
     Raises UserError for a path without a checkpoint, if all checkpoints are damaged, or if another process writes the
     run.
     """
-    resumed = find_checkpoint(config, distributed)
-    weights = resumed or (None if config.init_from == "scratch" else config.init_from)
-    if weights and not resumed:
-        distributed.on_main(lambda: load.verify_weights(weights))  # a resumed checkpoint was verified when it was found
+    weights = resumed = find_checkpoint(config, distributed)  # which is verified
+    if not resumed and config.init_from != "scratch":
+        weights = distributed.broadcast(distributed.on_main(lambda: load.locate(config.init_from)))
+        distributed.on_main(lambda: load.verify_weights(weights))
     training = load.read_training(resumed) if resumed else None
     return Start(resumed, training, weights, load.load_config(weights) if weights else None)
 
 
 def find_checkpoint(config, distributed):
+    if config.run_name is None and config.resume not in ("auto", "never"):
+        config.log_dir = str(from_here(named_run(config.resume).absolute().parent))
     config.run_name, continues = distributed.broadcast(distributed.on_main(lambda: existing_run(config)))
     if continues and (found := load.newest(Path(config.log_dir) / config.run_name, distributed)):
         return found
@@ -66,7 +69,7 @@ def find_checkpoint(config, distributed):
                 f"--resume {path}: there is no checkpoint; give auto, never, or the folder of a checkpoint or run"
             )
     if config.run_name is None:
-        config.log_dir, config.run_name = str(found.absolute().parent.parent), found.absolute().parent.name
+        config.run_name = run_of(found).name
     return found
 
 
@@ -77,10 +80,10 @@ def existing_run(config):
     branch (--resume, another --run_name) is repeated. Raises UserError if another process writes it.
     """
     restarted = run_of_this_launch(config.log_dir)
-    name = config.run_name or restarted
+    name = restarted if config.run_name is None else config.run_name
     if name is None:
         return None, False
-    folder = Path(config.log_dir) / name
+    folder = folder_of(config.log_dir, name)
     try:
         if folder.exists():
             lock(folder).close()
@@ -88,7 +91,7 @@ def existing_run(config):
         raise UserError(
             f"cannot write the run's folder {folder}: {error.strerror}; choose another --log_dir"
         ) from error
-    branch = config.resume not in ("auto", "never") and folder.resolve() not in Path(config.resume).resolve().parents
+    branch = config.resume not in ("auto", "never") and named_run(config.resume).resolve() != folder.resolve()
     repeated = branch and facts_of(folder).get("resume") == config.resume
     return name, config.resume == "auto" or name == restarted or repeated
 
@@ -110,26 +113,56 @@ def changed_flags(start, config, world_size, flags):
     return notes
 
 
+def changed_data(start, config, data, total):
+    """A list with a Note if the data differ from the checkpoint's. data: from open_streams; total: training tokens.
+
+    Raises UserError for other data without --allow_other_data.
+    """
+    if not start.resumed:
+        return []
+    before, loader = start.training, start.training["loader"]
+    difference, manifests = None, (before.get("manifest"), data["manifest"])
+    if "shards" in before:
+        difference = first_difference(before["shards"], data["shards"])
+    elif total != loader["total"]:  # an older version's checkpoint, which lists no shards
+        difference = f"{total} training tokens instead of {loader['total']}"
+    if not difference and all(manifests) and manifests[0] != manifests[1]:
+        difference = f"{MANIFEST} is not the same"
+    if not difference:
+        return []
+    if not config.allow_other_data:
+        raise UserError(
+            f"{start.resumed} was trained on other data than {config.data_dir}: {difference}; continue with the same "
+            "data, or add --allow_other_data to continue at the same token position of these"
+        )
+    reason = f"{difference}; training continues at token {loader['position']:,} of {config.data_dir}"
+    return [Note("allow_other_data", True, reason)]
+
+
 def restore(start, model, optimizer, scaler, loader, distributed):
     """Restore everything but the weights: optimizer state, loader position, loss scale, random states, fp8 scales.
 
-    Raises UserError for data in another order, or the state of another model or optimizer.
+    fp8 scales stay as they are if the checkpoint has none, or those of other modules. Raises UserError for data in
+    another order, or the state of another model or optimizer.
     """
     loader.restore(start.training["loader"])
-    if start.training["scaler"] and scaler.is_enabled():
-        scaler.load_state_dict(start.training["scaler"])
     state = named_state(model, optimizer)
     rank = distributed.rank
     optional = [SHARED_STEP, f"random.{rank}", f"scales.{rank}", "scales.0"]
-    shared = SHARED_STEP in pieces.saved_names(start.resumed)
-    steps = {name: value for name, value in state.items() if shared and name.startswith("step.")}
-    targets = {name: value for name, value in state.items() if name not in steps}
-    found = pieces.load(start.resumed, targets, optional)
-    for step in steps.values():
-        step.copy_(found[SHARED_STEP])
-    if f"random.{rank}" in found:
-        set_random_state(found[f"random.{rank}"], distributed.device)
+    files = [name for name in start.training["sha256"] if name.endswith(".safetensors")]
+    with load.explained(start.resumed, expected="another checkpoint"):
+        if start.training["scaler"] and scaler.is_enabled():
+            scaler.load_state_dict(start.training["scaler"])
+        shared = SHARED_STEP in pieces.saved_names(start.resumed, files)
+        steps = {name: value for name, value in state.items() if shared and name.startswith("step.")}
+        targets = {name: value for name, value in state.items() if name not in steps}
+        found = pieces.load(start.resumed, files, targets, optional)
+        for step in steps.values():
+            step.copy_(found[SHARED_STEP])
+        if f"random.{rank}" in found:
+            set_random_state(found[f"random.{rank}"], distributed.device)
     scales, modules = found.get(f"scales.{rank}", found.get("scales.0")), modules_with_scales(model)
-    if scales is not None and modules:
-        for module, own in zip(modules, scales.split([len(module.scales) for module in modules])):
+    lengths = [len(module.scales) for module in modules]
+    if scales is not None and scales.shape == (sum(lengths),):
+        for module, own in zip(modules, scales.split(lengths)):
             module.scales[:, 0].copy_(own)

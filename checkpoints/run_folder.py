@@ -1,14 +1,43 @@
-"""A run's folder: its lock, its config.json, and the names of its checkpoints."""
+"""A run's folder: its name, its lock, its config.json, and the names of its checkpoints."""
 
-import errno
-import fcntl
-import json
+import contextlib
 import os
+import shutil
+import time
 from pathlib import Path
 
+from common import files
 from common.cli import UserError
 
-LOCK = "lock"
+LOCK, FLAGS = "lock", "flags.yaml"
+
+
+def folder_of(log_dir, run_name):
+    """The folder of a named run. Raises UserError for a name that is not one plain folder's."""
+    # not printable: control characters, and bytes that are not UTF-8
+    if not run_name or run_name.startswith(".") or "/" in run_name or not run_name.isprintable():
+        raise UserError(
+            f"--run_name {run_name!r}: it must be a folder's name in UTF-8, without a slash or a leading dot"
+        )
+    return Path(log_dir) / run_name
+
+
+def make_folder(log_dir, run_name, kind):
+    """Make a run's folder, if it is missing. A run without a name gets a new folder: KIND-DATE-TIME, or that with .1,
+    .2, ... if another run has it. Raises UserError."""
+    try:
+        if run_name is not None:
+            folder = folder_of(log_dir, run_name)
+            folder.mkdir(parents=True, exist_ok=True)
+            return folder
+        Path(log_dir).mkdir(parents=True, exist_ok=True)
+        path = Path(log_dir) / f"{kind}-{time.strftime('%Y%m%d-%H%M%S')}"
+        while True:
+            with contextlib.suppress(FileExistsError):  # another process was faster
+                (folder := unused_name(path)).mkdir()
+                return folder
+    except OSError as error:
+        raise UserError(f"cannot make {error.filename}: {error.strerror}; choose another --log_dir") from error
 
 
 def lock(folder):
@@ -16,24 +45,36 @@ def lock(folder):
 
     Two processes that write one run would overwrite each other's logs. Raises UserError if another process holds it.
     """
-    file = open(folder / LOCK, "a")
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        raise UserError(f"{folder} is being written by another process: choose another --run_name") from error
-    except OSError as error:
-        if error.errno not in (errno.ENOLCK, errno.EOPNOTSUPP):  # a file system without locks
-            raise
-    return file
+    return files.lock(folder / LOCK, f"{folder} is being written by another process: choose another --run_name")
 
 
 def facts_of(folder):
     """The content of a run's config.json; an empty dictionary if there is none that can be read."""
     try:
-        facts = json.loads((folder / "config.json").read_text())
-        return facts if isinstance(facts, dict) else {}
+        return files.read_json(folder / "config.json")
     except (OSError, ValueError):
         return {}  # another program's file, or half written
+
+
+def flags_file_of(flags):
+    """The flags.yaml of the run that a command line, {flag: text}, continues by --resume PATH, or None.
+
+    A branch, which a repeated command continues, has its own. Older versions wrote none.
+    """
+    resume, name = flags.get("resume"), flags.get("run_name")
+    if not isinstance(resume, str) or resume in ("auto", "never"):
+        return None
+    run = named_run(resume)
+    branch = Path(str(flags.get("log_dir", run.parent)), name) if isinstance(name, str) else None
+    if branch and facts_of(branch).get("resume") == resume:
+        run = branch
+    return run / FLAGS if "finished" in facts_of(run) and (run / FLAGS).is_file() else None
+
+
+def named_run(resume):
+    """The folder of the run that --resume PATH names: PATH, or that of the checkpoint PATH."""
+    path = Path(resume)
+    return path if "finished" in facts_of(path) else run_of(path)
 
 
 def launch_id():
@@ -56,6 +97,12 @@ def run_of_this_launch(log_dir):
     return next((folder.name for folder in folders if facts_of(folder).get("launch") == own), None)
 
 
+def run_of(checkpoint):
+    """The folder of a checkpoint's run. `checkpoint` may be a symlink in that folder, or one to a checkpoint there."""
+    folders = [checkpoint.absolute().parent, checkpoint.resolve().parent]
+    return next((folder for folder in folders if "finished" in facts_of(folder)), folders[0])
+
+
 def checkpoints_of(folder):
     """A run's checkpoint folders, the newest first."""
     return sorted((path for path in Path(folder).glob("checkpoint_*") if path.name[11:].isdigit()), key=step_of)[::-1]
@@ -64,6 +111,20 @@ def checkpoints_of(folder):
 def step_of(path):
     """The step of a checkpoint folder, from its name."""
     return int(path.name[11:])
+
+
+def set_aside_newer(folder, step):
+    """Rename a run's checkpoints after `step` to *.abandoned, and copy its logs, which are cut next, to such names.
+
+    The newest checkpoint is the first, so that after an interruption the logs still reach the newest that is left.
+    """
+    newer = [path for path in checkpoints_of(folder) if step_of(path) > step]
+    for log in [folder / "log.txt", folder / "metrics.jsonl"] if newer else []:
+        if log.exists():
+            shutil.copy(log, unused_name(log.with_name(log.name + ".abandoned")))
+    for path in newer:
+        aside = path.rename(unused_name(path.with_name(path.name + ".abandoned")))
+        print(f"{path} is newer than step {step}: renamed to {aside.name}")
 
 
 def unused_name(path):

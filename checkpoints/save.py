@@ -14,12 +14,15 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 
 from checkpoints import pieces
-from common.files import digest, flush_to_disk
+from common.files import digest, flush_to_disk, json_digest
 from data.tokenizer import save_tokenizer
 from model import stored_layout, to_host
 from optim.optimizer import named_state
 
 WEIGHTS, STATE, TRAINING = "model.safetensors", "optimizer.safetensors", "training.json"
+README = """The weights are in pieces, shard-*.safetensors, which the commands of this project read.
+`transformers` needs one file: python export.py {folder} my-gpt2
+"""
 
 
 def snapshot(model, optimizer, distributed):
@@ -83,6 +86,7 @@ def write(folder, model, tensors, training, group=None):
         if dist.get_rank(group) > 0:
             return
         model.save_config(unfinished)
+        (unfinished / "README.md").write_text(README.format(folder=folder))
     else:
         if unfinished.exists():
             shutil.rmtree(unfinished)
@@ -94,8 +98,11 @@ def write(folder, model, tensors, training, group=None):
         for name, written in ((WEIGHTS, weights), (STATE, state)):
             pieces.check_written(unfinished / name, written)
     save_tokenizer(unfinished)
-    hashes |= {path.name: digest(path) for path in sorted(unfinished.iterdir()) if path.name not in hashes}
-    (unfinished / TRAINING).write_text(json.dumps(training | dict(sha256=hashes), indent=2) + "\n")
+    others = {path for path in unfinished.iterdir() if path.name not in hashes and path.suffix != ".md"}
+    hashes |= {path.name: digest(path) for path in sorted(others)}
+    training = training | dict(sha256=hashes)
+    hashes[TRAINING] = json_digest(training)  # of all but this entry
+    (unfinished / TRAINING).write_text(json.dumps(training, indent=2) + "\n")
     for path in [*unfinished.iterdir(), unfinished]:
         flush_to_disk(path)
     unfinished.rename(folder)

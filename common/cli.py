@@ -4,24 +4,25 @@ import contextlib
 import dataclasses
 import difflib
 import os
+import shlex
+import shutil
+import signal
 import sys
 import time
 import types
 import typing
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
+
+from common import interrupt
+
+ROOT = Path(__file__).parent.parent
 
 
 class UserError(Exception):
     """An error a person can fix. Its text says what is wrong and what to do."""
-
-
-def hub_errors():
-    """The exceptions of reading from the Hugging Face hub: its own, and those of the HTTP library it uses."""
-    from huggingface_hub.errors import HTTPError
-
-    return OSError, ValueError, HTTPError
 
 
 def first_line(error):
@@ -38,7 +39,7 @@ class Note:
     reason: str
 
     def __str__(self):
-        value = {True: "on", False: "off"}[self.value] if isinstance(self.value, bool) else self.value
+        value = "on" if self.value is True else "off" if self.value in (False, None) else self.value
         return f"{self.flag} is {value}: {self.reason}"
 
 
@@ -73,14 +74,50 @@ class Console:
 # Flags
 
 
+SWITCH_VALUES = {"on": True, "true": True, "1": True, "off": False, "false": False, "0": False}
+
+
 def given(arguments):
-    """The names of the flags on a command line; "-" counts as "_", and --no_NAME as NAME."""
-    names = {flag.partition("=")[0][2:].replace("-", "_") for flag in arguments if flag.startswith("--")}
-    return names | {name.removeprefix("no_") for name in names}
+    """The flags on a command line: {name: text, True for a switch, False for --no_NAME}; "-" counts as "_" in a name.
+
+    For the values of switches, arguments must be spell_switches()'s.
+    """
+    flags = {}
+    for argument, following in zip(arguments, [*arguments[1:], "--"]):
+        if argument.startswith("--"):
+            name, equals, text = argument[2:].partition("=")
+            name = name.replace("-", "_")
+            on = not name.startswith("no_")
+            flags[name.removeprefix("no_")] = text if equals else on if following.startswith("--") else following
+    return flags
+
+
+def spell_switches(flags_type, arguments):
+    """The command line, as a list, with each boolean flag of flags_type, a dataclass, as --NAME or --no_NAME.
+
+    --NAME=off, --NAME False, --NAME 0 and --no-NAME are other spellings of --no_NAME.
+    Raises UserError for another value after "=".
+    """
+    flags = typing.get_type_hints(flags_type)
+    spelled, rest = [], list(arguments)
+    while rest:
+        argument = rest.pop(0)
+        if argument == "--":
+            return [*spelled, argument, *rest]
+        name, equals, value = argument[2:].partition("=")
+        name = name.replace("-", "_")
+        switch = name if name in flags else name.removeprefix("no_")
+        if argument.startswith("--") and flags.get(switch) is bool:
+            if not equals:
+                value = rest.pop(0) if rest and rest[0].lower() in SWITCH_VALUES else "on"
+            on = read_value(name, bool, value) == (name == switch)
+            argument = f"--{switch}" if on else f"--no_{switch}"
+        spelled.append(argument)
+    return spelled
 
 
 def parse(flags_type, default=None, hints=None):
-    """Read the command line into a dataclass: each field is a flag, --no_NAME turns a boolean one off.
+    """Read the command line into a dataclass: each field is a flag, --no_NAME or --NAME=off turns a boolean one off.
 
     default: an instance; by default the dataclass's own defaults. hints: {name: what to use instead} for flags that
     do not exist but that people may try. A dataclass with a GROUPS attribute, a tuple of its base dataclasses, gets one
@@ -89,12 +126,14 @@ def parse(flags_type, default=None, hints=None):
     """
     import tyro
 
-    if not {"--help", "-h"} & set(sys.argv):
-        check_arguments(flags_type, sys.argv[1:], hints or {})
+    arguments = sys.argv[1:]
+    if not {"--help", "-h"} & set(arguments):
+        arguments = spell_switches(flags_type, arguments)
+        check_arguments(flags_type, arguments, hints or {})
     groups = getattr(flags_type, "GROUPS", None)
     try:
         if groups is None:
-            return tyro.cli(flags_type, default=default, use_underscores=True)
+            return tyro.cli(flags_type, args=arguments, default=default, use_underscores=True)
         default = vars(default or flags_type())
         sections = {group: group(**{f.name: default[f.name] for f in dataclasses.fields(group)}) for group in groups}
         title = lambda group: tyro.conf.arg(name=group.TITLE)  # noqa: E731
@@ -103,14 +142,17 @@ def parse(flags_type, default=None, hints=None):
             [(g.__name__, typing.Annotated[tyro.conf.OmitArgPrefixes[g], title(g)]) for g in groups],
         )
         nested.__doc__ = flags_type.__doc__
-        parsed = tyro.cli(nested, default=nested(*sections.values()), use_underscores=True)
+        parsed = tyro.cli(nested, args=arguments, default=nested(*sections.values()), use_underscores=True)
     except SystemExit as stop:
         sys.exit(stop.code and 1)  # tyro has printed --help, or an error
     return flags_type(**{name: value for group in vars(parsed).values() for name, value in vars(group).items()})
 
 
 def check_arguments(flags_type, arguments, hints):
-    """Raises UserError for a flag that flags_type, a dataclass, does not have, and a value that does not fit."""
+    """Raises UserError for a flag that flags_type, a dataclass, does not have, and a value that does not fit.
+
+    arguments: of spell_switches().
+    """
     import tyro
 
     flags = typing.get_type_hints(flags_type)
@@ -129,18 +171,11 @@ def check_arguments(flags_type, arguments, hints):
             continue
         name, equals, value = argument[2:].partition("=")
         name = name.replace("-", "_")
-        switch = name if name in flags else name.removeprefix("no_")
-        if flags.get(switch) is bool:
-            if equals or (rest and rest[0].lower() in ("on", "off", "true", "false")):
-                raise UserError(f"--{switch} takes no value: use --{switch} or --no_{switch}")
-        elif name not in flags:
-            if switch in hints:
-                raise UserError(f"--{name}: {hints[switch]}")
-            near = difflib.get_close_matches(name, flags, n=1)
-            raise UserError(
-                f"--{name}: there is no such flag{f', did you mean --{near[0]}?' if near else ''}; see --help"
-            )
-        elif typing.get_origin(flags[name]) is tuple:
+        if flags.get(name) is bool or flags.get(name.removeprefix("no_")) is bool:
+            continue
+        if name not in flags:
+            raise UserError(unknown(argument, flags, hints))
+        if typing.get_origin(flags[name]) is tuple:
             while rest and not rest[0].startswith("--"):
                 rest.pop(0)
         else:
@@ -150,9 +185,29 @@ def check_arguments(flags_type, arguments, hints):
                 value = rest.pop(0)
             read_value(name, flags[name], value)
     if len(positional) > len(names) and not several:
-        raise UserError(f"{positional[-1]!r} is neither a flag nor its value; see --help")
+        raise UserError(unknown(positional[len(names)], flags, hints))
     if len(positional) < len(required):
-        raise UserError(f"{required[len(positional)]} is missing; see --help")
+        raise UserError(f"{required[len(positional)].upper()} is missing; see --help")
+
+
+def unknown(argument, flags, hints):
+    """The error for an argument that is neither a flag nor a flag's value. flags: {name: type}; hints: of parse()."""
+    flag, equals, _ = argument.partition("=")
+    name = flag.lstrip("-").replace("-", "_").rpartition(".")[2]  # torchtitan has --SECTION.NAME, nanoGPT NAME=VALUE
+    hint = hints.get(name) or hints.get(name.removeprefix("no_"))
+    meant_as_flag = equals or argument.startswith("-")
+    if hint and meant_as_flag:
+        return f"{flag}: {hint}"
+    if argument.startswith("--"):
+        near = difflib.get_close_matches(name, flags, n=1)
+        return f"{flag}: there is no such flag{f', did you mean --{near[0]}?' if near else ''}; see --help"
+    if name in flags and meant_as_flag:
+        return f"{argument}: a flag starts with two dashes: --{argument.lstrip('-')}"
+    if "config" in flags and argument.endswith((".py", ".json", ".toml", ".yaml", ".yml")):
+        return f"{argument}: flags come from the command line, or from a file: --config FILE.yaml"
+    if "input" in flags and Path(argument).exists():
+        return f"{argument}: use --input {argument}"
+    return f"{argument!r} is neither a flag nor its value; see --help"
 
 
 def read_value(name, kind, text):
@@ -160,7 +215,7 @@ def read_value(name, kind, text):
 
     Raises UserError for a value that does not fit. Other kinds are left to tyro, and returned as text.
     """
-    if isinstance(kind, types.UnionType):
+    if typing.get_origin(kind) in (types.UnionType, typing.Union):  # Literal | None is the latter
         kind = next(each for each in kind.__args__ if each is not type(None))
         if text == "None":
             return None
@@ -169,7 +224,7 @@ def read_value(name, kind, text):
             raise UserError(f"--{name} {text}: it must be one of {', '.join(kind.__args__)}")
         return text
     if kind is bool:
-        kind = lambda word: dict(on=True, true=True, off=False, false=False)[word.lower()]  # noqa: E731
+        kind = lambda word: SWITCH_VALUES[word.lower()]  # noqa: E731
     if typing.get_origin(kind) or not callable(kind):
         return text
     try:
@@ -188,6 +243,28 @@ def arguments(values, defaults):
             continue
         result += [f"--{name}" if value else f"--no_{name}"] if isinstance(default, bool) else [f"--{name}", str(value)]
     return result
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Commands to type
+
+
+def python_command(script, *arguments):
+    """The command line that runs one of the project's scripts, or with "-m" a module, in the shell and the folder that
+    this process was started from."""
+    python = Path(sys.executable)
+    on_path = shutil.which(python.name)
+    # a virtual environment's python is a link to the system's, so only the folders tell them apart
+    if on_path and Path(on_path).parent.resolve() == python.parent.resolve():
+        python = python.name
+    script = script if script == "-m" else ROOT / script
+    return shlex.join(map(str, (from_here(python), from_here(script), *arguments)))
+
+
+def from_here(path):
+    """A path as it is typed in the current folder: relative if it lies below."""
+    path, here = Path(path), Path.cwd()
+    return path.relative_to(here) if path.is_relative_to(here) else path
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -213,17 +290,24 @@ def is_out_of_memory(error):
 
 def run(main):
     """Call main(). A UserError prints one line on standard error and ends with exit code 1, Ctrl-C with 130."""
-    # flush every line, also into a pipe; escape characters that the encoding lacks
-    sys.stdout.reconfigure(line_buffering=True, errors="backslashreplace")
-    sys.stdout, sys.stderr = Console(sys.stdout), Console(sys.stderr)
+    while (spare := os.open(os.devnull, os.O_RDWR)) < 3:
+        pass  # the caller closed a standard stream, as >&- does: no other file may get its number
+    os.close(spare)
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name) or open(os.devnull, "w")
+        # flush every line, also into a pipe; escape characters that the encoding lacks
+        stream.reconfigure(line_buffering=True, errors="backslashreplace")
+        setattr(sys, name, Console(stream))
+    if signal.getsignal(signal.SIGINT) == interrupt.end:  # the imports are over
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         main()
     except UserError as error:
-        rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-        if rank > 0:
+        rank = os.environ.get("RANK", "0")
+        if rank != "0":
             time.sleep(5)  # rank 0 usually prints the same error, and torchrun then ends this rank
-        print(f"error{f' (rank {rank})' if rank else ''}: {error}", file=sys.stderr, flush=True)
-        if world_size > 1:
+        print(f"error{f' (rank {rank})' if rank != '0' else ''}: {error}", file=sys.stderr, flush=True)
+        if os.environ.get("WORLD_SIZE", "1") != "1":
             # let gloo's thread release its tensors: during interpreter shutdown that ends with SIGABRT.
             # Destroying the group could wait for ranks that never answer.
             time.sleep(0.2)

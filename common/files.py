@@ -1,10 +1,52 @@
-"""Atomic writes, SHA-256 digests and flushing to disk."""
+"""Files: reading regular ones and JSON, atomic writes, SHA-256 digests, flushing to disk, locks."""
 
 import contextlib
+import errno
+import fcntl
 import hashlib
 import json
 import os
+import stat
 from pathlib import Path
+
+from common.cli import UserError
+
+
+def regular_file(path):
+    """The path of a regular file. Raises OSError for anything else: opening a FIFO would wait for a writer."""
+    if not stat.S_ISREG(os.stat(path).st_mode):
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
+    return Path(path)
+
+
+def open_regular(path):
+    """Open a regular file for reading bytes. Raises OSError for anything else."""
+    return open(regular_file(path), "rb")
+
+
+def parse_json(text):
+    """json.loads that raises ValueError for everything that is not JSON, nested too deeply or not."""
+    try:
+        return json.loads(text)
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
+
+
+def read_json(path, **fields):
+    """The JSON of a regular file, a dictionary with these fields, {name: type}. Raises OSError or ValueError."""
+    with open_regular(path) as file:
+        content = parse_json(file.read())
+    check_fields(content, **fields)
+    return content
+
+
+def check_fields(content, **fields):
+    """Raises ValueError unless `content` is a dictionary with these fields, {name: type}."""
+    if not isinstance(content, dict):
+        raise ValueError("it is not a JSON object")
+    for name, kind in fields.items():
+        if name not in content or not isinstance(content[name], kind):
+            raise ValueError(f"{name} is missing or of the wrong type")
 
 
 @contextlib.contextmanager
@@ -27,13 +69,25 @@ def write_json(path, content):
         file.write((json.dumps(content, indent=2) + "\n").encode())
 
 
+def is_disk_full(error):
+    """Whether an error of writing says that a disk or a quota is full."""
+    # errors of safetensors and of other ranks have the number in their text alone
+    numbers = errno.ENOSPC, errno.EDQUOT
+    return any(f"[Errno {number}]" in str(error) or f"(os error {number})" in str(error) for number in numbers)
+
+
 def digest(path):
     """The SHA-256 of a file, in hexadecimal."""
     result = hashlib.sha256()
-    with open(path, "rb") as file:
+    with open_regular(path) as file:
         while block := file.read(2**24):
             result.update(block)
     return result.hexdigest()
+
+
+def json_digest(content):
+    """The SHA-256 of what a JSON file says, whatever its layout, in hexadecimal."""
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def flush_to_disk(path):
@@ -41,3 +95,20 @@ def flush_to_disk(path):
     descriptor = os.open(path, os.O_RDONLY)
     os.fsync(descriptor)
     os.close(descriptor)
+
+
+def lock(path, busy=None):
+    """Lock a file, which is created if needed, for this process: returns a file that holds the lock until it is closed.
+
+    If another process holds the lock: raises UserError(busy), or without `busy` waits. A file system without locks
+    locks nothing.
+    """
+    file = open(path, "a")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | (fcntl.LOCK_NB if busy else 0))
+    except BlockingIOError as error:
+        raise UserError(busy) from error
+    except OSError as error:
+        if error.errno not in (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS):
+            raise
+    return file

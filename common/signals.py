@@ -7,6 +7,10 @@ import sys
 import time
 
 
+class Stopped(Exception):
+    """A stop signal has ended a step or an evaluation early: nothing of it is kept."""
+
+
 class StopSignal:
     """Records the first stop signal in `name`; the training loop reads `name`, saves and stops.
 

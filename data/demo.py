@@ -8,10 +8,10 @@ import hashlib
 import sysconfig
 from pathlib import Path
 
-from tqdm import tqdm
-
 from common.cli import UserError
-from data.shards import write_shard
+from common.files import lock
+from common.progress import progress
+from data.shards import list_shards, write_shard
 from data.tokenizer import tokenize
 
 SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "pydoc_data", "__pycache__"}
@@ -28,7 +28,7 @@ def read_documents():
     library = Path(sysconfig.get_paths()["stdlib"])
     paths = [path for path in sorted(library.rglob("*.py")) if not SKIPPED & set(path.relative_to(library).parts)]
     documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-    for path in tqdm(paths, desc="reading docstrings", leave=False):
+    for path in progress(paths, "reading docstrings"):
         try:
             tree = ast.parse(path.read_bytes())
         except SyntaxError:
@@ -47,8 +47,19 @@ def make_data(data_dir):
     paths = {"val": Path(data_dir) / "demo_val_000000.npy", "train": Path(data_dir) / "demo_train_000001.npy"}
     if all(path.exists() for path in paths.values()):
         return
-    if others := set(Path(data_dir).glob("*.npy")) - set(paths.values()):
-        raise UserError(f"{data_dir} already holds {len(others)} other shards: give --demo another --data_dir")
+    if others := {path for split in paths for path in list_shards(data_dir, split)} - set(paths.values()):
+        raise UserError(f"{data_dir} already holds {len(others)} other shards: train on them with --no_demo")
+    try:
+        Path(data_dir).mkdir(parents=True, exist_ok=True)
+        with lock(Path(data_dir) / "lock"):  # waits for another process that makes the same corpus
+            if not all(path.exists() for path in paths.values()):
+                write_corpus(paths)
+    except OSError as error:
+        raise UserError(f"cannot write the demo's data in {data_dir} ({error}): choose another --data_dir") from error
+
+
+def write_corpus(paths):
+    """Tokenize the documents into paths, {split: path}. Raises UserError if there are none; OSError."""
     texts = {"val": [], "train": []}
     for name, text in read_documents():
         first_byte = hashlib.sha256(name.encode()).digest()[0]
@@ -60,11 +71,5 @@ def make_data(data_dir):
         )
     for split, path in paths.items():
         tokens = tokenize(texts[split])
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            write_shard(path, tokens)
-        except OSError as error:
-            raise UserError(
-                f"cannot write the demo's data in {data_dir} ({error}): choose another --data_dir"
-            ) from error
+        write_shard(path, tokens)
         print(f"demo corpus, {split}: {len(texts[split])} documents, {len(tokens):,} tokens in {path}")

@@ -8,8 +8,7 @@ import numpy as np
 import torch
 
 from common.cli import UserError
-from data.shards import check_token_ids, open_shards
-from data.tokenizer import END_OF_TEXT
+from data.shards import identity, open_shards
 
 # Shards that are shuffled together. Indexing 8 shards of 100M tokens takes about a second and 1.6 GB of page cache; all
 # of FineWeb-Edu 10BT at once would need 20 GB and a full read before the first step.
@@ -43,7 +42,7 @@ class TokenStream:
     def read(self, position, count):
         """Tokens [position, position + count) of the stream: (count,) uint16. Position 0 is the first epoch's start.
 
-        Raises UserError if a token is outside GPT-2's vocabulary.
+        Raises UserError as Shard does.
         """
         tokens = np.empty(count, dtype=np.uint16)
         filled = 0
@@ -65,9 +64,7 @@ class TokenStream:
             begin = int(documents.end[i - 1]) if i else 0  # of the document, within the window
             first = documents.start[i] + offset + filled - begin  # within the shard
             n = min(int(documents.end[i]) - offset - filled, len(out) - filled)
-            shard = self.shards[documents.shard[i]]
-            out[filled : filled + n] = shard[first : first + n]
-            check_token_ids(out[filled : filled + n], getattr(shard, "filename", "a shard"))
+            out[filled : filled + n] = self.shards[documents.shard[i]][first : first + n]
             filled += n
             i += 1
         return filled
@@ -86,13 +83,12 @@ class TokenStream:
         """The Documents of a window. Without shuffle, each shard counts as one document."""
         shard, start, length = [], [], []
         for index in window:
-            tokens = self.shards[index]
-            starts = np.flatnonzero(np.asarray(tokens) == END_OF_TEXT) if self.shuffle else np.array([0])
+            starts = self.shards[index].document_starts() if self.shuffle else np.array([0])
             if len(starts) == 0 or starts[0] != 0:  # the shard begins with the rest of a document
                 starts = np.concatenate(([0], starts))
             shard.append(np.full(len(starts), index))
             start.append(starts)
-            length.append(np.diff(starts, append=len(tokens)))
+            length.append(np.diff(starts, append=len(self.shards[index])))
         shard, start, length = (np.concatenate(parts) for parts in (shard, start, length))
         if self.shuffle:
             order = np.random.default_rng([self.seed, epoch, *window]).permutation(len(start))
@@ -101,7 +97,7 @@ class TokenStream:
 
 
 def open_streams(config):
-    """The (training, validation) TokenStreams of config.data_dir.
+    """The (training, validation) TokenStreams of config.data_dir, and the identity() of their shards.
 
     Raises UserError if it has too few tokens for one step, or for one validation sequence.
     """
@@ -114,9 +110,10 @@ def open_streams(config):
         )
     if val.total <= config.seq_len:
         raise UserError(
-            f"{val.total} validation tokens in {config.data_dir}: seq_len + 1 = {config.seq_len + 1} or more are needed"
+            f"{config.data_dir} has {val.total} validation tokens, seq_len + 1 = {config.seq_len + 1} are needed: "
+            "use more data, or a smaller --seq_len"
         )
-    return train, val
+    return train, val, identity(config.data_dir, [*train.shards, *val.shards])
 
 
 class Loader:
@@ -148,14 +145,14 @@ class Loader:
     def restore(self, state):
         """Continue from a state(), also with another micro-batch size or number of ranks. Call before next_batch().
 
-        Raises UserError if the state belongs to other data or to another order.
+        Raises UserError if the state belongs to another order of the data.
         """
         own = self.state()
-        for name, words in dict(total="tokens in an epoch", seed="seed", shuffle="shuffle").items():
+        for name in ("seed", "shuffle"):
             if state[name] != own[name]:
                 raise UserError(
-                    f"the checkpoint belongs to other data: {words} {state[name]} there, {own[name]} here; continue "
-                    "with the same data, --seed and --shuffle, or start a new run with --init_from"
+                    f"the checkpoint belongs to another order of the data: {name} {state[name]} there, {own[name]} "
+                    "here; continue with the same --seed and --shuffle, or start a new run with --init_from"
                 )
         self.position = state["position"]
 

@@ -1,24 +1,32 @@
-"""Shards (tokens on disk), the manifest that lists them, and the folder that fineweb.py fills.
+"""Shards (tokens on disk) and the manifest that lists them.
 
-A shard is a one-dimensional uint16 .npy file. Each document in it is <|endoftext|> followed by the document's tokens;
-a document may continue in the next shard. The layout is build-nanogpt's; the manifest, shards.json, is an addition.
+A shard is a one-dimensional uint16 .npy file, or a .bin file of llm.c and modded-nanogpt. Each document in it is
+<|endoftext|> followed by the document's tokens; a document may continue in the next shard. The layout is
+build-nanogpt's; the manifest, shards.json, is an addition.
 """
 
-import json
+import os
+import re
 import resource
 import tokenize
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
-from tqdm import tqdm
 
-from common.cli import UserError
-from common.files import atomic_write, digest, write_json
+from common.cli import UserError, first_line, python_command
+from common.files import atomic_write, check_fields, digest, open_regular, read_json
 from data.tokenizer import END_OF_TEXT
 
 MANIFEST = "shards.json"
 UNFINISHED = "unfinished.json"  # fineweb.py's progress, in a folder that is not complete
+BLOCK = 2**18  # tokens that a pass over a shard reads at a time
+SUFFIXES = (".npy", ".bin")
+BIN_HEADER = 256  # int32: magic number, version, number of tokens, zeros
+BIN_MAGIC, BIN_VERSION = 20240520, 1
+
+# Names of datasets on the Hugging Face hub, as in the manifest's source
+FINEWEB_EDU = "HuggingFaceFW/fineweb-edu"
+FINEWEB = "HuggingFaceFW/fineweb"
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -26,29 +34,40 @@ UNFINISHED = "unfinished.json"  # fineweb.py's progress, in a folder that is not
 
 
 def open_shards(data_dir, split):
-    """Memory-map every shard of `split`, "train" or "val", in data_dir: a list of (tokens,) uint16 in order of name.
+    """Open every shard of `split`, "train" or "val", in data_dir: a list of Shard in order of name.
 
     Raises UserError if there is none, if the folder is not complete, if a file is not a shard, or if the shards differ
     from the folder's manifest. A folder may have no manifest.
     """
     unfinished = Path(data_dir) / UNFINISHED
-    if unfinished.exists():
+    if os.path.lexists(unfinished):
         raise UserError(
             f"{data_dir} is not complete: run the same fineweb.py command again to finish it, or delete {unfinished} "
             "to train on the shards written so far"
         )
-    paths = sorted(Path(data_dir).glob(f"*_{split}_*.npy"))
+    if Path(data_dir).is_file():
+        make = python_command("fineweb.py", "--input", data_dir)
+        raise UserError(f"{data_dir} is a file: `{make}` makes a folder of shards")
+    paths = list_shards(data_dir, split)
     if not paths:
         raise UserError(
-            f"no {split} shards in {data_dir}: make them from FineWeb-Edu with `python fineweb.py`, "
-            "or try everything on a small corpus with `python train_gpt2.py --demo`"
+            f"no {split} shards in {data_dir}: make them from FineWeb-Edu with `{python_command('fineweb.py')}`, from "
+            f"your own text with `{python_command('fineweb.py', '--input', 'FILE.txt')}`, or try a small corpus with "
+            f"`{python_command('train_gpt2.py', '--demo')}`"
         )
-    # a memory map holds a file descriptor; FineWeb-Edu 100BT has about as many shards as the usual limit, 1,024
+    if len({path.suffix for each in ("val", "train") for path in list_shards(data_dir, each)}) > 1:
+        raise UserError(f"{data_dir} has .npy and .bin shards: move one kind to a folder of its own")
+    # FineWeb-Edu 100BT has about as many shards as the usual limit on open files, 1,024
     allow_open_files(len(paths) + 512)
     shards = [open_shard(path) for path in paths]
-    if (Path(data_dir) / MANIFEST).exists():
+    if os.path.lexists(Path(data_dir) / MANIFEST):
         check_manifest(data_dir, split, {path.name: len(shard) for path, shard in zip(paths, shards)})
     return shards
+
+
+def list_shards(data_dir, split):
+    """The paths of the shards of `split`, sorted by name."""
+    return sorted(path for path in Path(data_dir).glob(f"*_{split}_*") if path.suffix in SUFFIXES)
 
 
 def allow_open_files(count):
@@ -59,32 +78,86 @@ def allow_open_files(count):
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
+class Shard:
+    """The tokens of an open file; shard[a:b] reads (b - a,) uint16.
+
+    Not a memory map: there a file that is truncated meanwhile ends the process with SIGBUS.
+    """
+
+    def __init__(self, file, offset, length):
+        """offset: of the first token in the file, in bytes. length: in tokens."""
+        self.path = file.name
+        self._file = file
+        self._offset = offset
+        self._length = length
+
+    def __len__(self):
+        return self._length
+
+    def __getitem__(self, tokens):
+        """Raises UserError if the file ends early, or if a token is outside GPT-2's vocabulary."""
+        span = range(self._length)[tokens]
+        try:
+            content = os.pread(self._file.fileno(), 2 * len(span), self._offset + 2 * span.start)
+        except OSError as error:
+            raise UserError(f"cannot read {self.path}: {error.strerror}") from error
+        if len(content) < 2 * len(span):
+            raise UserError(f"{self.path} was truncated after it was opened: make it again")
+        tokens = np.frombuffer(content, dtype=np.uint16)
+        if len(tokens) and tokens.max() > END_OF_TEXT:
+            raise UserError(
+                f"{self.path} has token {tokens.max()}, but GPT-2's vocabulary ends with {END_OF_TEXT}: make it again "
+                "with fineweb.py, from text"
+            )
+        return tokens
+
+    def document_starts(self):
+        """The positions of <|endoftext|>: (documents,) int64."""
+        blocks = range(0, self._length, BLOCK)
+        return np.concatenate([start + np.flatnonzero(self[start : start + BLOCK] == END_OF_TEXT) for start in blocks])
+
+
 def open_shard(path):
-    """Memory-map one shard: (tokens,) uint16. Raises UserError if the file is not a shard."""
+    """The Shard in a .npy or .bin file. Raises UserError if the file is something else."""
     try:
-        shard = np.lib.format.open_memmap(path, mode="r")
+        file = open_regular(path)
+        shape, dtype = read_bin_header(file) if Path(path).suffix == ".bin" else read_npy_header(file)
+        size = os.fstat(file.fileno()).st_size
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}") from error
-    except (ValueError, SyntaxError, tokenize.TokenError) as error:  # NumPy evaluates the header as a Python literal
-        raise UserError(f"{path} is not a shard: {error}; delete it and make it again") from error
-    if shard.dtype != np.uint16 or shard.ndim != 1 or shard.size == 0:
+    except ValueError as error:
+        raise UserError(f"{path} is not a shard: {first_line(error)}; delete it and make it again") from error
+    if dtype != np.uint16 or len(shape) != 1 or not 0 < 2 * shape[0] <= size - file.tell():
         raise UserError(
-            f"{path} is not a shard: {shard.dtype} of shape {shard.shape}, but it must be uint16, one-dimensional and "
-            "not empty; delete it and make it again"
+            f"{path} is not a shard: {dtype} of shape {shape} in a file of {size} bytes, but it must be "
+            "uint16, one-dimensional, not empty and complete; delete it and make it again"
         )
-    # both ends only: a full check would read the file, so the loader checks the tokens it reads
-    check_token_ids(shard[:65536], path)
-    check_token_ids(shard[-65536:], path)
+    shard = Shard(file, file.tell(), shape[0])
+    shard[:65536], shard[-65536:]  # checks the tokens at both ends; the others are checked when they are read
     return shard
 
 
-def check_token_ids(tokens, path):
-    """Raises UserError if a token is outside GPT-2's vocabulary. path: the file to name in the error."""
-    if len(tokens) and tokens.max() > END_OF_TEXT:
-        raise UserError(
-            f"{path} has token {tokens.max()}, but GPT-2's vocabulary ends with {END_OF_TEXT}: make it again with "
-            "fineweb.py, from text"
+def read_npy_header(file):
+    """(shape, dtype) from the start of a .npy file. Raises ValueError if it is something else."""
+    try:
+        version = np.lib.format.read_magic(file)
+        read = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
+        shape, _, dtype = read[version](file)
+        return shape, dtype
+    except (TypeError, LookupError, SyntaxError, tokenize.TokenError, MemoryError, RecursionError) as error:
+        # NumPy evaluates the header by ast.literal_eval, which raises these for malformed input
+        raise ValueError(f"its header is malformed ({type(error).__name__})") from error
+
+
+def read_bin_header(file):
+    """(shape, dtype) from the start of a .bin file. Raises ValueError if it is something else."""
+    header = np.frombuffer(file.read(4 * BIN_HEADER).ljust(12, b"\0"), dtype="<i4", count=3)
+    if tuple(header[:2]) != (BIN_MAGIC, BIN_VERSION):
+        raise ValueError(
+            f"its magic number and version are {header[0]} and {header[1]}, for GPT-2's tokens llm.c writes "
+            f"{BIN_MAGIC} and {BIN_VERSION}"
         )
+    return (int(header[2]),), np.dtype(np.uint16)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -93,11 +166,11 @@ def check_token_ids(tokens, path):
 
 def manifest_entry(path):
     """The manifest's entry for one shard. A document counts in the shard in which it begins."""
-    tokens = open_shard(path)
+    shard = open_shard(path)
     return dict(
         name=Path(path).name,
-        tokens=len(tokens),
-        documents=int(np.count_nonzero(tokens == END_OF_TEXT)),
+        tokens=len(shard),
+        documents=len(shard.document_starts()),
         sha256=digest(path),
     )
 
@@ -108,33 +181,65 @@ def read_manifest(path):
     Raises UserError if the file is missing or is not a manifest.
     """
     try:
-        manifest = json.loads(path.read_text())
-        if all({"name", "tokens", "documents", "sha256"} <= shard.keys() for shard in manifest["shards"]):
-            return manifest
-        raise ValueError("an entry lacks a field")
+        return read_with_entries(path, source=dict)
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}") from error
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except ValueError as error:
         raise UserError(f"{path} is damaged ({error}): delete it, or make the shards again with fineweb.py") from error
+
+
+def read_with_entries(path, **fields):
+    """read_json of a file whose `shards` are manifest entries: raises ValueError for others too."""
+    content = read_json(path, shards=list, **fields)
+    for entry in content["shards"]:
+        check_fields(entry, name=str, tokens=int, documents=int, sha256=str)
+        if not re.fullmatch(r"[\w.-]+", entry["name"]) or entry["tokens"] < 1 or entry["documents"] < 0:
+            raise ValueError(f"an entry has an impossible name or count: {entry!r:.200}")
+    return content
 
 
 def check_manifest(data_dir, split, found):
     """Raises UserError unless `found`, {file name: tokens}, is what the manifest lists for this split."""
     entries = read_manifest(Path(data_dir) / MANIFEST)["shards"]
     listed = {entry["name"]: entry["tokens"] for entry in entries if f"_{split}_" in entry["name"]}
-    for name in sorted(listed | found):
-        if name not in found:
-            problem = f"{name} is missing"
-        elif name not in listed:
-            problem = f"{name} is not listed"
-        elif found[name] != listed[name]:
-            problem = f"{name} has {found[name]} tokens instead of {listed[name]}"
-        else:
-            continue
+    if problem := first_difference(listed, found):
         raise UserError(
             f"{data_dir} does not match its {MANIFEST}: {problem}; make the shards again with fineweb.py, or delete "
             f"{MANIFEST} to train on the files as they are"
         )
+
+
+def first_difference(listed, found):
+    """The first shard in which two sets, {file name: tokens} each, differ, in words; None if they are equal."""
+    for name in sorted(listed | found):
+        if name not in found:
+            return f"{name} is missing"
+        if name not in listed:
+            return f"{name} is an additional shard"
+        if found[name] != listed[name]:
+            return f"{name} has {found[name]} tokens instead of {listed[name]}"
+    return None
+
+
+def identity(data_dir, shards):
+    """What a checkpoint keeps to recognize its data: {file name: tokens} of the shards, and the manifest's SHA-256."""
+    manifest = Path(data_dir) / MANIFEST
+    sizes = {Path(shard.path).name: len(shard) for shard in shards}
+    return dict(shards=sizes, manifest=digest(manifest) if manifest.exists() else None)
+
+
+def dataset_name(data_dir):
+    """The hub's name of the dataset in a folder of shards, from its manifest or else from file names; None if unknown.
+
+    Raises UserError for a damaged manifest.
+    """
+    manifest = Path(data_dir) / MANIFEST
+    if manifest.exists():
+        return read_manifest(manifest)["source"].get("dataset")
+    names = [re.match("(edu_?)?fineweb_", path.name) for path in list_shards(data_dir, "train")]
+    if not names or not all(names):
+        return None
+    return FINEWEB_EDU if names[0][1] else FINEWEB
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -145,119 +250,3 @@ def write_shard(path, tokens):
     """Write tokens (uint16) as a shard, atomically."""
     with atomic_write(path) as file:
         np.save(file, tokens)
-
-
-def split_into_shards(chunks, shard_size, skip=0):
-    """Cut chunks of tokens into shards; yields (tokens, state, skip) for each shard. The last shard may be shorter.
-
-    chunks: an iterable of (state, tokens), where `state` says how to read the same chunk again.
-    skip: leave out so many tokens of the first chunk.
-    The yielded state and skip are the arguments that continue with the next shard: the next shard begins `skip` tokens
-    into the chunk of that state. After the last shard the state is None.
-    """
-    shard, filled = np.empty(shard_size, dtype=np.uint16), 0
-    for state, chunk in chunks:
-        while skip < len(chunk):
-            n = min(shard_size - filled, len(chunk) - skip)
-            shard[filled : filled + n] = chunk[skip : skip + n]
-            skip += n
-            filled += n
-            if filled == shard_size:
-                yield shard, state, skip
-                shard, filled = np.empty(shard_size, dtype=np.uint16), 0
-        skip -= len(chunk)
-    if filled:
-        yield shard[:filled], None, 0
-
-
-class ShardFolder:
-    """The folder that fineweb.py fills: file names, progress, manifest.
-
-    Progress is a dictionary: the flags and the source of the documents, which a continued call must share; the
-    manifest's entries of the shards so far; and the state and skip (see split_into_shards) of the next shard.
-    """
-
-    def __init__(self, path, part=None):
-        """part: (i, n) for part i of n. A part has no validation shard, and training does not open its files."""
-        tag = f"part{part[0]}of{part[1]}" if part else None
-        self.path = Path(path)
-        self.splits = [tag] if part else ["val", "train"]
-        self.unfinished = self.path / (f"{tag}.{UNFINISHED}" if part else UNFINISHED)
-        self.manifest = self.path / (f"{tag}.json" if part else MANIFEST)
-
-    def shard_path(self, index):
-        """The path of a shard. Shard 0 is validation, all others are training."""
-        return self.path / f"edufineweb_{self.splits[0] if index == 0 else self.splits[-1]}_{index:06d}.npy"
-
-    def shard_paths(self):
-        """The shards that exist, sorted by name."""
-        return sorted(path for split in self.splits for path in self.path.glob(f"*_{split}_*.npy"))
-
-    def read_progress(self):
-        """The progress of an interrupted call, or None in a new folder. Raises UserError if the folder is complete."""
-        try:
-            if self.unfinished.exists():
-                progress = json.loads(self.unfinished.read_text())
-                if progress.keys() >= {"flags", "source", "shards", "state", "skip"}:
-                    return progress
-                raise ValueError
-            if existing := self.shard_paths():
-                raise UserError(
-                    f"{self.path} already holds {len(existing)} shards: choose another --out, or delete them"
-                )
-            return None
-        except (ValueError, AttributeError) as error:
-            raise UserError(f"{self.unfinished} is damaged: delete {self.path} and start again") from error
-        except OSError as error:
-            raise UserError(f"cannot read the folder {self.path}: {error.strerror}; choose another --out") from error
-
-    def write_progress(self, progress):
-        """Create the folder if needed and write progress, which marks the folder as not complete. Raises OSError."""
-        self.path.mkdir(parents=True, exist_ok=True)
-        write_json(self.unfinished, progress)
-
-    def add_shard(self, tokens, progress):
-        """Write the next shard, then the progress with its entry, which is returned. Raises OSError."""
-        path = self.shard_path(len(progress["shards"]))
-        write_shard(path, tokens)
-        progress = progress | dict(shards=[*progress["shards"], manifest_entry(path)])
-        self.write_progress(progress)
-        return progress
-
-    def finish(self, progress):
-        """Write the manifest and remove the progress. Raises OSError."""
-        write_json(self.manifest, dict(source=progress["source"], shards=progress["shards"]))
-        self.unfinished.unlink()
-
-    def delete_shards(self):
-        """Delete all shards and the progress."""
-        for path in [*self.shard_paths(), self.unfinished]:
-            path.unlink(missing_ok=True)
-
-    def verify(self):
-        """Compare the SHA-256 of every file with the manifest, which is returned.
-
-        Raises UserError for the first file that differs, is missing or is not listed.
-        """
-        manifest = read_manifest(self.manifest)
-        entries = {entry["name"]: entry for entry in manifest["shards"]}
-        if unlisted := [path for path in self.shard_paths() if path.name not in entries]:
-            raise UserError(f"{unlisted[0]} is not in {self.manifest.name}: delete it")
-
-        def check(name):
-            try:
-                sha256 = digest(self.path / name)
-            except OSError as error:
-                raise UserError(f"{self.path / name}: {error.strerror}; make the shards again") from error
-            if sha256 != entries[name]["sha256"]:
-                raise UserError(
-                    f"{self.path / name} is damaged: its SHA-256 is not the one in {self.manifest.name}; make the "
-                    "shards again"
-                )
-            return entries[name]["tokens"]
-
-        total = sum(entry["tokens"] for entry in manifest["shards"])
-        with ThreadPoolExecutor() as pool, tqdm(total=total, unit="tok", unit_scale=True, desc=str(self.path)) as bar:
-            for tokens in pool.map(check, entries):
-                bar.update(tokens)
-        return manifest

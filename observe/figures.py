@@ -1,33 +1,51 @@
 """Figures: the ladder, the heat map of a sweep, the roofline. Each function writes one PNG."""
 
+import statistics
 from itertools import product
 
 INK, MUTED, RULE = "#1f2328", "#6a737d", "#d8dee4"
 SPEED, MEMORY = "#2f6fbb", "#c77d2e"
 PALETTE = ("#2f6fbb", "#c77d2e", "#4f9d69", "#b5495b", "#7d5ba6", "#8a8f98")
 HEAT = "Blues"
+UNEVEN = 0.3  # steps are marked as uneven from this ratio of their times' interquartile range to the median
 
 
-def new_figure(width, height, columns=1, rows=1, **options):
-    """(figure, axes): width × height inches; axes is a list of `columns` Axes, or with several rows an array."""
+def new_figure(width, height, columns=1, mosaic=None, **options):
+    """(figure, axes): width × height inches; axes is a list of `columns` Axes, or {name: Axes} of a mosaic."""
     from matplotlib.figure import Figure  # takes half a second; most runs draw nothing until their end
 
     figure = Figure(figsize=(width, height), dpi=160, layout="constrained")
-    axes = figure.subplots(rows, columns, squeeze=False, **options)
-    for ax in axes.flat:
+    axes = figure.subplot_mosaic(mosaic) if mosaic else figure.subplots(1, columns, squeeze=False, **options)[0]
+    for ax in figure.axes:
         ax.spines[["top", "right"]].set_visible(False)
         ax.spines[["left", "bottom"]].set_color(RULE)
         ax.tick_params(which="both", colors=INK, length=0, labelsize=9)
-    return figure, axes if rows > 1 else axes[0]
+    return figure, axes
 
 
-def thousands(value):
-    """A rate with a unit: 527k, 1.05M."""
-    if value < 1e3:
-        return f"{value:.0f}"
-    if value < 1e5:
-        return f"{value / 1e3:.{2 if value < 1e4 else 1}f}k"
-    return f"{value / 1e3:.0f}k" if value < 1e6 else f"{value / 1e6:.2f}M"
+def mark(ax, value, text):
+    """A dashed line at a value of the y axis, with its text to the right of the axes, where no curve is."""
+    ax.axhline(value, color=MUTED, linewidth=1, linestyle="--")
+    ax.text(1.01, value, text, transform=ax.get_yaxis_transform(), va="center", fontsize=8, color=MUTED)
+
+
+def unit(most):
+    """(scale, name) of the unit for an axis that ends at `most`: (1e6, "million ") for 3,000,000."""
+    units = ((1e9, "billion "), (1e6, "million "), (1e3, "thousand "), (1, ""))
+    return next((scale, name) for scale, name in units if most >= scale or scale == 1)
+
+
+def rate_text(rate, least):
+    """A rate in thousands, or in ones if `least`, the lowest rate of the figure, is below 1,000: 44.3k, 1,167k, 812."""
+    if least < 1e3:
+        return f"{rate:,.0f}"
+    return f"{rate / 1e3:,.{1 if rate < 1e5 else 0}f}k"
+
+
+def uneven(result):
+    """The interquartile range of a measurement's step times, over their median, as text; empty for even steps."""
+    spread = result.get("spread", 0)
+    return f"{spread:.0%}" if spread >= UNEVEN else ""
 
 
 def word(value):
@@ -52,7 +70,7 @@ def ladder(results, path):
     results: one dictionary per rung, as from measure.measure; only those with status "done" are drawn.
     """
     results = [result for result in results if result["status"] == "done"]
-    names = [result["rung"] for result in results]
+    names = [result["rung"] + (uneven(result) and f"\nuneven steps: {uneven(result)}") for result in results]
     figure, (speed, memory) = new_figure(
         11, 1.5 + 0.42 * len(names), columns=2, sharey=True, gridspec_kw=dict(width_ratios=(2.6, 1))
     )
@@ -70,13 +88,36 @@ def ladder(results, path):
         ax.set_title(title, loc="left", fontsize=10, color=MUTED)
         for position, value in enumerate(values):
             ratio = value / values[0]
-            text = f"{thousands(value)}   {ratio:.{2 if ratio < 10 else 1}f} ×" if ax is speed else f"{value:.1f}"
+            rate = f"{rate_text(value, min(rates))}   {ratio:.{2 if ratio < 10 else 1}f} ×"
+            text = rate if ax is speed else f"{value:.1f}"
             ax.text(value + 0.012 * max(values), position, text, va="center", fontsize=9, color=INK)
     speed.set_yticks(positions, names)
     speed.invert_yaxis()
     figure.suptitle(
         f"What each optimization buys: {about(results[0]['facts'])}", x=0.01, ha="left", fontsize=12, color=INK
     )
+    figure.savefig(path)
+
+
+def time_to_loss(curves, target, facts, path):
+    """Validation loss against training time: for each rung the mean over its seeds, and a thin line for each seed.
+
+    curves: {rung: time_to_loss.Curve of each seed}, all with validations at the same steps. target: the loss to reach.
+    """
+    figure, (ax,) = new_figure(9, 5.2)
+    for (name, seeds), color in zip(curves.items(), PALETTE):
+        for curve in seeds:
+            ax.plot(curve.seconds[1:], curve.losses[1:], color=color, linewidth=0.7, alpha=0.4)
+        seconds = [statistics.mean(each) for each in zip(*(curve.seconds[1:] for curve in seeds))]
+        losses = [statistics.mean(each) for each in zip(*(curve.losses[1:] for curve in seeds))]
+        ax.plot(seconds, losses, color=color, linewidth=2, marker="o", markersize=3, label=name)
+    mark(ax, target, f"{target:.3f}, where\nthe first\nrung ends")
+    ax.set_xlabel("seconds of training steps", color=INK)
+    ax.set_ylabel("validation loss, nats per token", color=INK)
+    ax.set_xlim(left=0)
+    ax.grid(axis="y", color=RULE, linewidth=0.6)
+    ax.legend(frameon=False, fontsize=9, labelcolor=INK)
+    ax.set_title(f"Time to a loss: {about(facts)}", loc="left", fontsize=11, color=INK)
     figure.savefig(path)
 
 
@@ -104,7 +145,7 @@ def heat_map(axes, results, path):
         if result["status"] == "done":
             rate = result["tokens_per_sec"]
             share = f"MFU {result['mfu']:.1%}" if result["mfu"] else f"{rate / best:.2f} × the best"
-            text = f"{thousands(rate)}\n{share}\n{result['peak_gb']:.1f} GB"
+            text = f"{rate_text(rate, worst)}\n{share}\n{result['peak_gb']:.1f} GB"
             ax.text(
                 x, y, text, ha="center", va="center", fontsize=10, color="white" if rate > (best + worst) / 2 else INK,
                 fontweight="bold" if rate == best else "normal",

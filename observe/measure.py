@@ -11,10 +11,11 @@ import signal
 import statistics
 import subprocess
 import sys
-import time
 from pathlib import Path
 
+from checkpoints.run_folder import folder_of, make_folder
 from common.cli import UserError
+from common.files import write_json
 
 SETTLING_STEPS = 5  # steps that are not measured: compilation, the allocator's growth, the clock's settling
 OUT_OF_MEMORY = "out of memory"
@@ -29,7 +30,8 @@ def measure(arguments, folder, name, ranks, steps, bar):
     """Run train_gpt2.py with these arguments, which train `steps` steps, in a child process; returns a dictionary.
 
     folder, name: the run's folder is folder/name. ranks: number of processes. bar: a tqdm bar that counts steps.
-    status is "done", "skipped" (this machine cannot run it: see reason) or "failed" (a bug: see reason).
+    status is "done", "skipped" (this machine cannot run it), "stopped" (by a signal) or "failed" (a bug); all but
+    "done" come with a reason.
     A done run has ms, tokens_per_sec and mfu (medians over the steps after SETTLING_STEPS), spread (interquartile range
     of ms over its median), peak_gb, loss (of the last step), and facts (the run's config.json).
     """
@@ -52,7 +54,7 @@ def measure(arguments, folder, name, ranks, steps, bar):
     try:
         for line in process.stdout:
             output.write(line)
-            if line.startswith("step "):
+            if line.startswith("step ") and " | loss " in line:
                 bar.update(1)
         code = process.wait()
     finally:
@@ -68,7 +70,10 @@ def measure(arguments, folder, name, ranks, steps, bar):
     if code:
         return result | explain(Path(output.name).read_text(), code, output.name)
     rows = [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
+    rows = [row for row in rows if "step_ms" in row]  # without evaluations
     facts = json.loads((folder / name / "config.json").read_text())
+    if not facts["finished"]:
+        return result | dict(status="stopped", reason=f"a signal ended it after {len(rows)} of {steps} steps")
     medians = {
         name: rows[-1][key] and statistics.median(row[key] for row in rows[SETTLING_STEPS:])
         for name, key in (("ms", "step_ms"), ("tokens_per_sec", "tokens_per_sec"), ("mfu", "mfu"))
@@ -85,6 +90,8 @@ def explain(output, code, where):
     # Linux kills a process when host memory runs out; torchrun reports it in its summary
     if code == -signal.SIGKILL or any("exitcode" in line and ": -9" in line for line in lines):
         return dict(status="skipped", reason=OUT_OF_MEMORY)
+    if code == -signal.SIGTERM:
+        return dict(status="stopped", reason="SIGTERM ended it before its first step")
     error = next((line.partition(": ")[2] for line in lines if line.startswith(("error: ", "error (rank "))), None)
     if error:
         return dict(status="skipped", reason=OUT_OF_MEMORY if error.startswith(OUT_OF_MEMORY) else error)
@@ -93,31 +100,27 @@ def explain(output, code, where):
 
 def prepare(log_dir, run_name, kind):
     """Make the folder for the results. Raises UserError if it exists or cannot be made."""
-    folder = Path(log_dir) / (run_name or f"{kind}-{time.strftime('%Y%m%d-%H%M%S')}")
-    if folder.exists():
+    if run_name is not None and (folder := folder_of(log_dir, run_name)).exists():
         raise UserError(f"{folder} exists: choose another --run_name, or delete it")
-    try:
-        folder.mkdir(parents=True)
-    except OSError as error:
-        raise UserError(f"cannot make {folder}: {error.strerror}; choose another --log_dir") from error
+    folder = make_folder(log_dir, run_name, kind)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # as on Ctrl-C: the run under measurement ends first
     return folder
 
 
-def save(folder, kind, steps, results, markdown, draw):
-    """Write the results so far to KIND.json, KIND.md and, with draw(path), KIND.png. steps: measured in each run."""
-    (folder / f"{kind}.json").write_text(
-        json.dumps(dict(command=shlex.join(sys.argv), results=results), indent=2) + "\n"
-    )
+def save(folder, kind, results, markdown, draw, steps=None):
+    """Write the results so far to KIND.json, KIND.md and, with draw(path), KIND.png. steps: how many were timed in each
+    run, if the results are medians of steps."""
+    write_json(folder / f"{kind}.json", dict(command=shlex.join(sys.argv), results=results))
     facts = next((result["facts"] for result in results if result["status"] == "done"), None)
     if facts:
         versions = f"PyTorch {facts['torch']}" + (f", CUDA {facts['cuda']}" if facts["cuda"] else "")
-        spread = max(result["spread"] for result in results if result["status"] == "done")
-        about = (
-            f"{facts['hardware']}, {versions}. Medians of {steps} steps after {SETTLING_STEPS} to warm up"
-            f"; the middle half of a run's steps spans {spread:.1%} of its median, or less."
-        )
-        markdown = f"{markdown}\n\n{about}"
+        markdown += f"\n\n{facts['hardware']}, {versions}."
+        if steps:
+            spread = max(result["spread"] for result in results if result["status"] == "done")
+            markdown += (
+                f" Medians of {steps} steps after {SETTLING_STEPS} to warm up; the middle half of a run's steps spans "
+                f"{spread:.1%} of its median, or less."
+            )
         draw(folder / f"{kind}.png")
     (folder / f"{kind}.md").write_text(markdown + "\n")
 

@@ -1,5 +1,7 @@
 """The lines printed before the first step (the plan) and after the last one (the summary)."""
 
+from checkpoints.run_folder import checkpoints_of
+from common.cli import python_command
 from observe.hardware import peak_memory
 from optim.schedules import accumulation_steps
 from parallel import fsdp
@@ -16,13 +18,13 @@ def tokens_to_train(config, step, world_size):
 def print_plan(trainer, notes, start, train_stream, val_stream, hellaswag, log, switches):
     """Print what is about to run.
 
-    trainer: train_gpt2.Trainer; start: checkpoints.resume.Start; hellaswag: the items to evaluate, or None; notes:
-    printed one per line; switches: {name: on} of the optimizations, in the order and with the names to print, such as
+    trainer: train_gpt2.Trainer; notes: of resolve(); start: checkpoints.resume.Start; hellaswag: the items to evaluate,
+    or None; switches: {name: on} of the optimizations, in the order and with the names to print, such as
     {"tf32": True, "autocast bf16": True, "fp8": False}.
     """
     config, distributed = trainer.config, trainer.distributed
     facts, world_size = log.facts, distributed.world_size
-    init = f"resumed from {start.resumed}" if start.resumed else f"{config.init_from}, seed {config.seed}"
+    init = f"resumed from {start.resumed}" if start.resumed else f"{start.weights or 'scratch'}, seed {config.seed}"
     accumulated = accumulation_steps(config.batch_warmup_steps, config, world_size)
     total = start.tokens + tokens_to_train(config, start.step, world_size)
     on = ", ".join(name for name, value in switches.items() if value)
@@ -33,7 +35,9 @@ def print_plan(trainer, notes, start, train_stream, val_stream, hellaswag, log, 
     if config.batch_warmup_steps:
         batch += f", reached after {config.batch_warmup_steps} steps"
     data = f"{len(train_stream.shards)} train shards, {train_stream.total:,} tokens; "
-    data += f"{len(val_stream.shards)} val, {val_stream.total:,} tokens"
+    evaluated = max(1, min(config.val_tokens, val_stream.total - 1) // config.seq_len) * config.seq_len
+    data += f"{len(val_stream.shards)} val, {evaluated:,} of {val_stream.total:,} tokens"
+    recipe = f"{config.optimizer}, lr {config.lr:g}, {config.warmup_steps} warm-up steps, then {config.lr_schedule}"
     mfu = "unknown for this device: give --peak_tflops"
     if log.peak_flops:
         mfu = f"relative to {log.peak_flops / 1e12 / world_size:g} TFLOP/s a device"
@@ -44,6 +48,7 @@ def print_plan(trainer, notes, start, train_stream, val_stream, hellaswag, log, 
         ("init", init),
         ("batch", batch),
         *([("parallel", fsdp.describe(config, distributed))] if world_size > 1 else []),
+        ("recipe", recipe),
         ("training", f"{config.max_steps:,} steps, {total:,} tokens, {total / train_stream.total:.2f} epochs"),
         ("on", f"{on} (off: {off})" if off else on),
         ("data", f"{config.data_dir}: {data}"),
@@ -51,24 +56,38 @@ def print_plan(trainer, notes, start, train_stream, val_stream, hellaswag, log, 
         ("MFU", mfu),
         ("log", f"{log.folder}/"),
         ("watch", log.where_to_watch()),
-        *(("note", str(note)) for note in notes),
+        *(("note", line) for line in note_lines(notes)),
     ]
     for name, text in lines:
         print(f"{name:10s} {text}")
 
 
-def print_summary(config, log, tokens):
-    """Print what the run has reached. tokens: trained on so far."""
-    # only this process's evaluations: a resumed run's log also has the losses before the checkpoint
-    val_losses = {step: loss for step, loss in log.val_losses.items() if step >= log.first_step}
-    if len(val_losses) > 1:
-        first, last = min(val_losses), max(val_losses)
+def note_lines(notes):
+    """Notes as text, one a line; flags that are off for the same reason share a line."""
+    lines = {}
+    for note in notes:
+        lines.setdefault(note.reason if note.value is False else note, []).append(note)
+    return [
+        f"off: {', '.join(note.flag for note in group)}: {group[0].reason}" if len(group) > 1 else str(group[0])
+        for group in lines.values()
+    ]
+
+
+def print_summary(config, log, tokens, figure):
+    """Print what the run has reached, and what to type next. tokens: trained on so far; figure: of curves.draw_own."""
+    if len(log.val_losses) > 1:
+        first, last = min(log.val_losses), max(log.val_losses)
         print(
-            f"validation loss {val_losses[first]:.4f} -> {val_losses[last]:.4f} in {last - first} steps; "
+            f"validation loss {log.val_losses[first]:.4f} -> {log.val_losses[last]:.4f} in {last - first} steps; "
             f"{tokens:,} tokens in all"
         )
     print(f"peak memory {peak_memory(log.device):.2f} GB")
-    print(f"log: {log.folder}/ (log.txt, metrics.jsonl, config.json); watch: {log.where_to_watch()}")
+    print(f"log: {log.folder}/ (log.txt, metrics.jsonl, config.json, flags.yaml)")
+    if figure:
+        print(f"curves: {figure}")
+    print(f"watch: {log.where_to_watch()}")
+    if checkpoints_of(log.folder):
+        print(f"Next: {python_command('sample.py', log.folder, '--prompt', 'Hello, my name is')}")
     if config.demo:
-        print("Next: `python fineweb.py` makes real data, then `python train_gpt2.py` trains GPT-2 124M on it.")
-        print("`python train_gpt2.py --help` lists the flags.")
+        print(f"Next, on your own text: {python_command('fineweb.py', '--input', 'FILE.txt')}")
+        print(f"Next, on FineWeb-Edu, GPT-2 124M's usual data (20 GB): {python_command('fineweb.py')}")

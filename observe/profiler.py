@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import os
 import re
 from collections import Counter
 
@@ -55,6 +56,8 @@ def start(config, model_config, log, step):
     prints the table and writes trace.json.gz, profile.json and, if the roofline is known, roofline.png to the run's
     folder.
     """
+    # Kineto logs its start and stop at level 5, errors at 4; gpu_seconds() raises an error if the trace has no kernel
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")
     activities = [torch.profiler.ProfilerActivity.CPU]
     if log.device.type == "cuda":
         activities.append(torch.profiler.ProfilerActivity.CUDA)
@@ -136,6 +139,7 @@ def gpu_seconds(events):
 
     Communication counts only while no other kernel runs, so that the categories and IDLE add up to the total, unless
     kernels of several streams overlap.
+    Raises UserError if no kernel was traced.
     """
     marks = [e for e in events if e.get("cat") == "user_annotation" and e["name"].startswith("ProfilerStep#")]
     begin, end = min(e["ts"] for e in marks), max(e["ts"] + e["dur"] for e in marks)  # µs
@@ -154,6 +158,8 @@ def gpu_seconds(events):
         else:
             computation.append(interval)
             seconds[category] += (interval[1] - interval[0]) / 1e6
+    if not computation:
+        raise UserError("--profile traced no GPU kernel: KINETO_LOG_LEVEL=0 as an environment variable shows why")
     computing, busy = union_length(computation), union_length(computation + communication)
     if communication:
         seconds[COMMUNICATION] = (busy - computing) / 1e6

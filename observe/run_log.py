@@ -1,19 +1,30 @@
-"""RunLog: the folder of a run (config.json, log.txt, metrics.jsonl), the lines that training prints, the wandb page."""
+"""RunLog: the folder of a run (its flags and facts, log.txt, metrics.jsonl), what training prints, the wandb page."""
 
 import collections
-import contextlib
 import json
 import math
-import os
-import shutil
 import statistics
 import time
 from pathlib import Path
 
-from checkpoints.run_folder import LOCK, checkpoints_of, facts_of, launch_id, lock, step_of, unused_name
+from checkpoints.run_folder import (
+    FLAGS,
+    LOCK,
+    checkpoints_of,
+    facts_of,
+    launch_id,
+    lock,
+    make_folder,
+    run_of,
+    set_aside_newer,
+    unused_name,
+)
+from common import flag_file
 from common.cli import UserError
 from common.files import atomic_write, write_json
+from data.shards import dataset_name
 from observe.hardware import environment, peak_memory, peak_tflops
+from observe.log_file import LogFile
 from observe.wandb_page import WandbPage
 
 SPIKE = 5  # a loss this many standard deviations above the mean of the last SPIKE_WINDOW losses is marked
@@ -28,31 +39,38 @@ class RunLog:
     everything, one object per line. A step's number is the number of updates before the step.
     """
 
-    def __init__(self, config, device, world_size, flops_per_token, resumed=None, training=None):
-        """resumed: the checkpoint that the run continues from; training: the contents of its training.json.
+    def __init__(self, config, flags, device, world_size, flops_per_token, resumed=None, training=None):
+        """flags: the Config before resolve(), for flags.yaml. resumed: the checkpoint that the run continues from;
+        training: the contents of its training.json.
 
         The logs keep all lines before the checkpoint's step, and at that step the evaluations that do not run again.
-        Raises UserError when the folder belongs to a finished or running run, or cannot be written.
+        Without a run_name the run gets a new folder, which names it. Raises UserError when the folder belongs to a
+        finished or running run, or cannot be written, and when --wandb online has no login.
         """
         self.config = config
+        self.flags = flags
         self.device = device
         self.flops_per_token = flops_per_token
         peak = config.peak_tflops or peak_tflops(device)
         self.peak_flops = peak and peak * 1e12 * world_size
-        self.folder = Path(config.log_dir) / config.run_name
         self.first_step = training["step"] if training else 0
+        self.wandb = WandbPage(config)
+        kind = "demo" if config.demo else config.model if config.init_from == "scratch" else Path(config.init_from).name
+        self.folder = make_folder(config.log_dir, config.run_name, kind)
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
             self._lock = lock(self.folder)
             earlier = self._earlier_facts(resumed)
-            self.facts = dict(vars(config), world_size=world_size, **environment(device))
-            self.facts |= dict(launch=launch_id(), finished=False)
+            if earlier and training:
+                set_aside_newer(self.folder, self.first_step)
+            self.facts = dict(vars(config), run_name=self.folder.name, world_size=world_size, **environment(device))
+            self.facts |= dict(dataset=dataset_name(config.data_dir), launch=launch_id(), finished=False)
+            if training and earlier:
+                self.facts["resume"] = earlier.get("resume")  # where a branch began: its command may be repeated
             self.facts["wandb_id"] = earlier.get("wandb_id") if training and earlier else None
             self._write_facts()
             self.log_txt, lines = self._open("log.txt", parse_log_line, training, earlier)
             self.metrics_jsonl, _ = self._open("metrics.jsonl", parse_metrics_line, training, earlier)
-            self.wandb = WandbPage(config, self.folder)
-            if wandb_id := self.wandb.start(self.facts):
+            if wandb_id := self.wandb.start(self.folder, self.facts):
                 self.facts["wandb_id"] = wandb_id
                 self._write_facts()
         except OSError as error:
@@ -63,9 +81,12 @@ class RunLog:
         train_losses = [value for _, stream, value in lines if stream == "train" and math.isfinite(value)]
         self._losses = collections.deque(train_losses, maxlen=SPIKE_WINDOW)
         self._first_end = None  # (step, time) of the end of this process's first step
+        self._error = None  # the OSError of the last attempt to write the folder
+        self._lost = None  # what a deleted folder has lost, in words
 
     def where_to_watch(self):
-        """One line: the wandb page's URL, the command that shows an offline run, or the path of metrics.jsonl."""
+        """One line: the wandb page's URL, the commands that show and upload an offline run, or the path of
+        metrics.jsonl."""
         return self.wandb.where_to_watch() or f"{self.folder}/metrics.jsonl"
 
     # ------------------------------------------------------------------------------------------------------------------
@@ -101,8 +122,7 @@ class RunLog:
             values["loss_scale"] = loss_scale
         self._record(step, tokens, values, f"{step} train {loss:.6f}\n")
         page = {f"train/{name.removeprefix('train_')}": value for name, value in values.items() if value is not None}
-        by_tokens = {"by_tokens/train_loss": loss, "by_tokens/tokens_per_sec": rate}
-        self.wandb.log(step, page | by_tokens | dict(tokens=tokens))
+        self.wandb.log(step, {"loss/train": loss} | page | dict(tokens=tokens))
 
     def validation(self, step, tokens, loss, seconds):
         """Print and log a validation loss, in nats per token."""
@@ -110,11 +130,12 @@ class RunLog:
         self._print(step, f"validation loss {loss:.4f}", f"{seconds:.1f} s")
         self._evaluation(step, tokens, f"{step} val {loss:.4f}\n", dict(val_loss=loss))
 
-    def hellaswag(self, step, tokens, acc, acc_norm, seconds):
+    def hellaswag(self, step, tokens, acc, acc_norm, items, seconds):
         """Print and log accuracies between 0 and 1; log.txt has acc_norm, GPT-2's usual measure."""
-        self._print(step, f"HellaSwag acc {acc:.4f}", f"acc_norm {acc_norm:.4f}", f"{seconds:.1f} s")
+        columns = [f"HellaSwag acc {acc:.4f}", f"acc_norm {acc_norm:.4f}", f"{items:,} items", f"{seconds:.1f} s"]
+        self._print(step, *columns)
         values = dict(hellaswag_acc=acc, hellaswag_acc_norm=acc_norm)
-        self._evaluation(step, tokens, f"{step} hella {acc_norm:.4f}\n", values)
+        self._evaluation(step, tokens, f"{step} hella {acc_norm:.4f}\n", values, hellaswag_items=items)
 
     def samples(self, step, tokens, texts):
         """Print and log sampled texts."""
@@ -123,23 +144,28 @@ class RunLog:
         self._record(step, tokens, dict(samples=texts))
         self.wandb.samples(step, texts)
 
-    def flush(self, step):
-        """Return when all lines are on disk: a power failure then leaves no gap before the checkpoint of this step."""
-        with self._writing(step):
-            os.fsync(self.log_txt.fileno())
-            os.fsync(self.metrics_jsonl.fileno())
+    def flush(self):
+        """Return when all lines are on disk, if the folder can be written: no gap then precedes a checkpoint."""
+        self._write(sync=True)
 
     def close(self, finished=True):
         """End the log. finished: whether the run is complete; a new run of this name must not overwrite it."""
         self.facts["finished"] = finished
-        try:
-            self._write_facts()
-        except OSError as error:
-            print(f"cannot write {self.folder}/config.json: {error.strerror}")
+        self._write(sync=True, facts=True)
         self.log_txt.close()
         self.metrics_jsonl.close()
         self.wandb.finish()
         self._lock.close()
+
+    def check_complete(self):
+        """Raises UserError if a closed log lacks lines: the disk was full to the end, or the folder was deleted."""
+        if self._error:
+            raise UserError(
+                f"{self.folder} could not be written to its end ({self._error.strerror}): its logs lack lines that the "
+                "output above has; make room, or choose another --log_dir"
+            )
+        if self._lost:
+            raise UserError(f"{self._lost}: what it had until then is not there")
 
     # ------------------------------------------------------------------------------------------------------------------
     # The folder
@@ -153,8 +179,8 @@ class RunLog:
             return None
         facts = facts_of(self.folder)
         if "finished" not in facts:
-            raise UserError(f"{self.folder} is not a run's folder: choose another --run_name, or delete it")
-        own = resumed and resumed.resolve().parent == self.folder.resolve()
+            raise UserError(f"{self.folder} is not a run's folder: choose another --run_name")
+        own = resumed and run_of(resumed).resolve() == self.folder.resolve()
         if not own and (facts["finished"] or checkpoints_of(self.folder)):
             raise UserError(f"{self.folder} already holds a run: choose another --run_name, or delete it")
         return facts
@@ -165,10 +191,7 @@ class RunLog:
         lines = []
         if earlier and path.exists():
             if training:
-                if any(step_of(other) > training["step"] for other in checkpoints_of(self.folder)):
-                    # the run goes back to an older checkpoint
-                    shutil.copy(path, unused_name(path.with_name(name + ".abandoned")))
-                lines = path.read_text(errors="replace").splitlines(keepends=True)
+                lines = path.read_text(errors="replace").split("\n")[:-1]  # without an incomplete last line
             else:  # the earlier run ended before its first checkpoint
                 path.rename(unused_name(path.with_name(name + ".old")))
         rows = []
@@ -180,14 +203,15 @@ class RunLog:
                 try:
                     row = parse(line)
                 except (ValueError, KeyError, TypeError):
-                    continue  # an incomplete line: the earlier run ended while writing it
+                    continue  # damaged
                 if row[0] < training["step"] or (row[0] == training["step"] and row[1] not in again):
                     rows.append(row)
-                    file.write(line.encode())
-        return open(path, "a", buffering=1), rows  # line-buffered: a crash loses no complete line
+                    file.write(f"{line}\n".encode())
+        return LogFile(path), rows
 
     def _write_facts(self):
         write_json(self.folder / "config.json", self.facts)
+        flag_file.write(self.folder / FLAGS, self.flags)
 
     # ------------------------------------------------------------------------------------------------------------------
     # Lines
@@ -195,28 +219,56 @@ class RunLog:
     def _print(self, step, *columns):
         print(" | ".join([f"step {step:5d}/{self.config.max_steps}", *columns]))
 
-    def _evaluation(self, step, tokens, line, values):
-        self._record(step, tokens, values, line)
-        page = {f"{prefix}/{name}": value for prefix in ("eval", "by_tokens") for name, value in values.items()}
+    def _evaluation(self, step, tokens, line, values, **facts):
+        """facts: for metrics.jsonl, not for wandb."""
+        self._record(step, tokens, values | facts, line)
+        page = {f"val/{name.removeprefix('val_')}": value for name, value in values.items()}
+        if "val_loss" in values:
+            page["loss/val"] = values["val_loss"]
         self.wandb.log(step, page | dict(tokens=tokens))
 
     def _record(self, step, tokens, values, line=""):
-        """Write values to metrics.jsonl and line to log.txt. Raises UserError when the disk is full."""
+        """Write values to metrics.jsonl and line to log.txt."""
         # JSON has no NaN and no infinity
         values = {name: None if isinstance(v, float) and not math.isfinite(v) else v for name, v in values.items()}
-        with self._writing(step):
-            self.log_txt.write(line)
-            self.metrics_jsonl.write(json.dumps(dict(step=step, tokens=tokens, **values)) + "\n")
+        self.log_txt.add(line)
+        self.metrics_jsonl.add(json.dumps(dict(step=step, tokens=tokens, **values)) + "\n")
+        self._write()
 
-    @contextlib.contextmanager
-    def _writing(self, step):
+    def _write(self, sync=False, facts=False):
+        """Write the lines that wait, and with facts=True config.json. After an error training goes on: it is printed
+        once, and the next call tries again."""
+        before, self._error = self._error, None
         try:
-            yield
+            if not (self.log_txt.is_in_place() and self.metrics_jsonl.is_in_place()):
+                self._make_again()
+            self.log_txt.write(sync)
+            self.metrics_jsonl.write(sync)
+            if facts:
+                self._write_facts()
         except OSError as error:
-            raise UserError(
-                f"cannot write the log in {self.folder} ({error.strerror}): stopped at step {step}; make room, then "
-                "start the same command with this --run_name"
-            ) from error
+            self._error = error
+        if self._error and not before:
+            print(f"cannot write {self.folder} ({self._error.strerror}): training goes on, log lines wait in memory")
+        if before and not self._error:
+            print(f"{self.folder} is written again, with all lines that waited")
+
+    def _make_again(self):
+        """Make the folder again after it was deleted, moved or unmounted, since later checkpoints are worth keeping.
+
+        An editor may also have replaced a log by a copy; nothing is lost then. Raises UserError if another process has
+        taken the folder's name.
+        """
+        lost = not all((self.folder / name).exists() for name in ("config.json", "log.txt", "metrics.jsonl"))
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._lock.close()
+        self._lock = lock(self.folder)
+        self._write_facts()
+        self.log_txt.reopen()
+        self.metrics_jsonl.reopen()
+        if lost:
+            self._lost = f"{self.folder}, or a log in it, was deleted, moved or unmounted while training"
+            print(f"{self._lost}; training goes on in a folder of this name")
 
     def _spike(self, loss):
         """The loss's distance from the mean of the last losses, in standard deviations, if it is a spike, else None."""

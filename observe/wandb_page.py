@@ -2,53 +2,73 @@
 
 import contextlib
 import os
-from pathlib import Path
+
+from common.cli import UserError, first_line, python_command
 
 
 class WandbPage:
     """One run on wandb. After an error, which is printed once, all methods do nothing."""
 
-    def __init__(self, config, folder):
-        """folder: the run's folder, which takes wandb's local files."""
+    def __init__(self, config):
+        """Decide where the page is: --wandb auto means online if wandb is logged in and offline otherwise, or
+        WANDB_MODE if that is set. Raises UserError if it must be online and there is no login."""
         self.config = config
-        self.folder = folder
         self.run = None  # wandb's own run object, or None without a page
+        self.folder = None  # of wandb's local files
+        self._mode = config.wandb
+        if self._mode == "auto":
+            self._mode = os.environ.get("WANDB_MODE", "auto")
+        if self._mode in ("auto", "online"):
+            self._mode = "online" if self._is_logged_in() else "offline"
 
-    def start(self, facts):
+    def _is_logged_in(self):
+        try:
+            import wandb  # takes a second; not needed with --wandb disabled
+
+            try:
+                if wandb.login(prompt=False):
+                    return True
+                problem = "it is not logged in"
+            except wandb.errors.AuthenticationError as error:
+                problem = first_line(error)
+        except Exception as error:
+            self.lose(error, "online")
+            return False
+        if self._mode == "online":
+            login = python_command("-m", "wandb", "login")
+            raise UserError(f"wandb cannot be online ({problem}): `{login}` once, or use --wandb offline")
+        return False
+
+    def start(self, folder, facts):
         """Open the page; returns its id, or None without a page.
 
-        --wandb auto means online if wandb is logged in and offline otherwise, or WANDB_MODE if that is set. facts is
-        shown as the run's configuration; facts["wandb_id"] names a page to continue, or is None.
+        folder: the run's, which takes wandb's local files. facts is shown as the run's configuration;
+        facts["wandb_id"] names a page to continue, or is None.
         """
-        choice = self.config.wandb
-        if choice == "auto":
-            choice = os.environ.get("WANDB_MODE", "auto")
-        if choice == "disabled":
+        self.folder = folder / "wandb"
+        if self._mode == "disabled":
             return None
-        for mode in ("online", "offline") if choice in ("auto", "online") else (choice,):
+        for mode in ("online", "offline") if self._mode == "online" else (self._mode,):
             try:
-                import wandb  # takes a second; not needed with --wandb disabled
+                import wandb
 
-                if mode == "online" and not wandb.login(prompt=False):
-                    if choice == "online":
-                        print("wandb is not logged in: `wandb login` once; this run is recorded offline")
-                    continue
                 self._samples = wandb.Table(columns=["step", "text"], log_mode="INCREMENTAL")
                 self.run = wandb.init(
                     project=self.config.wandb_project,
-                    name=self.config.run_name,
+                    name=folder.name,
                     group=self.config.wandb_group,
                     id=facts["wandb_id"],
-                    resume="allow" if facts["wandb_id"] else None,
+                    resume="allow",  # an upload adds to the page of this id
                     mode=mode,
-                    dir=self.folder,
+                    dir=folder,
                     config=facts,
                     settings=wandb.Settings(silent=True, init_timeout=60),
                 )
                 # A metric of our own as the x axis: wandb's step cannot decrease, as on a resume
                 self.run.define_metric("step", hidden=True)
+                self.run.define_metric("tokens", hidden=True)
                 self.run.define_metric("*", step_metric="step")
-                self.run.define_metric("by_tokens/*", step_metric="tokens")
+                self.run.define_metric("loss/*", step_metric="tokens")
                 return self.run.id
             except Exception as error:
                 self.lose(error, mode)
@@ -66,7 +86,7 @@ class WandbPage:
             if self.run is not None:
                 for text in texts:
                     self._samples.add_data(step, text)
-                self.run.log(dict(samples=self._samples, step=step))
+                self.run.log({"val/samples": self._samples, "step": step})
 
     def finish(self):
         with self._no_error():
@@ -83,15 +103,17 @@ class WandbPage:
             # wandb's service process is gone. Without teardown wandb prints the same error, in 30 lines, at exit
             with contextlib.suppress(*dead_process):
                 wandb.teardown()
-        print(
-            f"wandb {mode} failed ({type(error).__name__}: {error}); training goes on, all metrics are in {self.folder}"
-        )
+        print(f"wandb {mode} failed ({type(error).__name__}: {error}); training goes on, metrics.jsonl has all metrics")
 
     def where_to_watch(self):
-        """The page's URL, the command that shows an offline run in the terminal, or None without a page."""
+        """The page's URL, the commands that show and upload an offline run, or None without a page."""
         if self.run is None:
             return None
-        return f"wandb leet {Path(self.run.dir).parent}" if self.run.offline else self.run.url
+        if not self.run.offline:
+            return self.run.url
+        # each resume adds a folder with the same id, and the upload makes one page of them, in order of time
+        show, upload = (python_command("-m", "wandb", verb, self.folder) for verb in ("leet", "sync"))
+        return f"{show} (upload: {upload}/offline-run-*)"
 
     @contextlib.contextmanager
     def _no_error(self):

@@ -2,20 +2,42 @@
 
 import torch
 
-STATE_BYTES = 8  # of optimizer state per parameter: AdamW's two float32 moments
+from optim.muon import Muon
+
+
+def state_bytes(config):
+    """Bytes of float32 optimizer state per parameter of a block: Muon's momentum, or AdamW's two moments."""
+    return 4 if config.optimizer == "muon" else 8
 
 
 def make_optimizer(model, config):
-    """AdamW with weight decay on matrices and embeddings, none on biases and LayerNorms. Its state is allocated."""
-    parameters = list(model.parameters())
+    """AdamW with weight decay on matrices and embeddings, none on biases and LayerNorms; or Muon for the matrices of
+    the blocks, and AdamW for the rest. Its state is allocated.
+
+    Each group's "peak" is its peak learning rate.
+    """
+    matrices = {}  # Muon's, by shape
+    for name, parameter in model.named_parameters() if config.optimizer == "muon" else ():
+        if name.startswith("transformer.h.") and parameter.dim() == 2:
+            parts = 3 if name.endswith("c_attn.weight") else 1  # q, k and v lie one above the other
+            matrices.setdefault((parameter.shape, parts), []).append(parameter)
+    taken = {id(parameter) for each in matrices.values() for parameter in each}
+    rest = [parameter for parameter in model.parameters() if id(parameter) not in taken]
+    peak = config.adamw_lr if matrices else config.lr
     groups = [
-        dict(params=[p for p in parameters if p.dim() >= 2], weight_decay=config.weight_decay),
-        dict(params=[p for p in parameters if p.dim() < 2], weight_decay=0.0),
+        dict(params=[p for p in rest if p.dim() >= 2], weight_decay=config.weight_decay, peak=peak),
+        dict(params=[p for p in rest if p.dim() < 2], weight_decay=0.0, peak=peak),
     ]
     # fused_adamw: one kernel updates all parameters, instead of several launches for each operation
     optimizer = torch.optim.AdamW(
-        groups, lr=config.lr, betas=(config.beta1, config.beta2), eps=1e-8, fused=config.fused_adamw or None
+        groups, lr=peak, betas=(config.beta1, config.beta2), eps=1e-8, fused=config.fused_adamw or None
     )
+    if matrices:
+        groups = [
+            dict(params=parameters, parts=parts, lr=config.lr, weight_decay=config.weight_decay, peak=config.lr)
+            for (_, parts), parameters in matrices.items()
+        ]
+        optimizer = Muon(groups, optimizer, config.momentum)
     allocate_state(optimizer)
     return optimizer
 
@@ -44,7 +66,7 @@ def allocate_state(optimizer):
 def update_if_finite(optimizer, scaler, norm):
     """Update the weights, unless the gradient norm is infinite or NaN: then no weight changes.
 
-    norm: a scalar on the device; a fused optimizer reads it there, so the host does not wait for it.
+    norm: a scalar on the device; fused AdamW reads it there, so the host does not wait for it; Muon's host waits.
     """
     finite = torch.isfinite(norm)
     if scaler.is_enabled():

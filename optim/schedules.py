@@ -3,19 +3,24 @@
 import math
 
 
-def learning_rate(step, config):
-    """The learning rate of step `step` (from 0): linear warm-up, then cosine to min_lr_ratio * lr at max_steps, or
-    constant.
+def learning_rate(step, config, peak):
+    """The learning rate of step `step` (from 0) for a peak rate: linear warm-up to the peak, then by lr_schedule.
 
+    cosine and linear decay to min_lr_ratio * peak at max_steps. wsd (warm-up, stable, decay; Hu et al. 2024, "MiniCPM")
+    stays at the peak, and decays linearly over the last cooldown_ratio of all steps. constant stays.
     GPT-3 (Brown et al. 2020, appendix B): linear warm-up over 375M tokens, cosine decay to 10%.
     """
     if step < config.warmup_steps:
-        return config.lr * (step + 1) / config.warmup_steps
+        return peak * (step + 1) / config.warmup_steps
     if config.lr_schedule == "constant":
-        return config.lr
-    progress = min(1.0, (step - config.warmup_steps) / max(1, config.max_steps - config.warmup_steps))
-    floor = config.min_lr_ratio * config.lr
-    return floor + 0.5 * (1 + math.cos(math.pi * progress)) * (config.lr - floor)
+        return peak
+    begin = config.warmup_steps
+    if config.lr_schedule == "wsd":
+        begin = max(begin, round((1 - config.cooldown_ratio) * config.max_steps))
+    progress = min(1.0, max(0.0, (step - begin) / max(1, config.max_steps - begin)))
+    floor = config.min_lr_ratio * peak
+    left = 0.5 * (1 + math.cos(math.pi * progress)) if config.lr_schedule == "cosine" else 1 - progress
+    return floor + left * (peak - floor)
 
 
 def accumulation_steps(step, config, world_size):

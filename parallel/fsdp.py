@@ -7,14 +7,14 @@ https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html
 
 import contextlib
 import math
-import os
 
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from common.cli import UserError
+from common.cli import Note, UserError
+from parallel.rendezvous import read_variable
 
 # Minimum number of parameters in one all-gather. With smaller all-gathers Python takes longer to launch a block than
 # the GPU to compute it. GPT-2 124M with zero3 on two H200s: gathering four blocks together is 1.02 x as fast, 1.05 x
@@ -24,8 +24,33 @@ MIN_ALL_GATHER_PARAMS = 25_000_000
 
 def shard_group_size(config, distributed):
     """Number of ranks that share one copy of the weights."""
-    machine = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    machine = read_variable("LOCAL_WORLD_SIZE", range(1, 10**6), "1")
     return {"ddp": 1, "hsdp": config.shard_ranks or machine}.get(config.parallel, distributed.world_size)
+
+
+def check_flags(config, distributed, notes):
+    """Check --parallel and the flags that go with it, in place. Raises UserError if they conflict."""
+    if config.shard_ranks and config.parallel != "hsdp":
+        config.shard_ranks = None
+        notes.append(Note("shard_ranks", None, f"it is for --parallel hsdp, this is {config.parallel}"))
+    if config.parallel == "ddp":
+        return
+    if config.autocast == "fp16":
+        raise UserError(f"--autocast fp16 scales its gradients, which needs --parallel ddp, not {config.parallel}")
+    if config.autocast == "bf16" and not config.bf16_residual:
+        config.bf16_residual = True
+        notes.append(Note("bf16_residual", True, f"{config.parallel} gathers the embeddings in bf16"))
+    if config.parallel == "hsdp":
+        config.shard_ranks = shard_group_size(config, distributed)
+        if distributed.world_size % config.shard_ranks:
+            fits = [size for size in range(2, distributed.world_size + 1) if distributed.world_size % size == 0]
+            raise UserError(
+                f"--shard_ranks {config.shard_ranks} does not divide {distributed.world_size} ranks: try one of {fits}"
+            )
+        if distributed.world_size == config.shard_ranks:
+            notes.append(Note("parallel", "hsdp", "all ranks share one copy, which is zero3"))
+        if config.shard_ranks == 1:
+            notes.append(Note("parallel", "hsdp", "each rank holds a whole copy, which is ddp"))
 
 
 def check_machines(config, distributed):
@@ -103,10 +128,12 @@ def gathered(model, config):
                 "out of memory: validation, HellaSwag and samples need all weights on every GPU; if they do not fit, "
                 "turn them off: --val_every 0 --hellaswag_every 0 --sample_every 0"
             ) from error
-    yield
-    for unit in units:
-        unit.set_reshard_after_forward(reshard_after_forward(unit, model, config), recurse=False)
-        unit.reshard()
+    try:
+        yield
+    finally:
+        for unit in units:
+            unit.set_reshard_after_forward(reshard_after_forward(unit, model, config), recurse=False)
+            unit.reshard()
 
 
 def full_tensor(tensor):

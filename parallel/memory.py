@@ -4,7 +4,7 @@ import torch
 
 from common.cli import UserError
 from data.tokenizer import VOCAB_SIZE
-from optim.optimizer import STATE_BYTES
+from optim.optimizer import state_bytes
 from parallel.fsdp import blocks_together, shard_group_size
 
 LARGEST_MICRO_BATCH = 64  # sequences; more gains 1% for twice the memory
@@ -58,8 +58,7 @@ def choose_micro_batch_size(config, distributed, free):
         if limit < 1:
             reason = f"the smallest, though it may not fit {memory}"
     else:
-        # on a CPU the logits of 128 tokens, 25 MB, stay near the cache
-        limit = (128 if distributed.device.type == "cpu" else 1024) / config.seq_len
+        limit = 1024 / config.seq_len  # on a CPU more tokens gain nothing
         reason = f"the default on {distributed.device.type}"
     size = 1
     while size * 2 <= min(limit, LARGEST_MICRO_BATCH) and config.total_batch_size % (size * 2 * share) == 0:
@@ -96,7 +95,7 @@ def count_params(config):
 def bytes_of_weights(config, distributed):
     """Bytes a rank holds for the weights: float32 master weights, gradients, optimizer state, and compute weights."""
     weights = count_params(config)
-    held = 4 + 4 + STATE_BYTES
+    held = 4 + 4 + state_bytes(config)
     if config.parallel == "ddp":
         # +2: bf16 weights. They take 4 at the end of backward, when the activations are already freed
         return (held + 2) * weights

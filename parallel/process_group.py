@@ -1,10 +1,6 @@
 """The process group: this process's rank and device, and the collectives that training needs."""
 
-import contextlib
 import gc
-import hashlib
-import os
-import uuid
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -14,6 +10,7 @@ import torch.distributed.nn.functional  # before the group exists: its default a
 
 from common.cli import UserError
 from common.device import choose_device_type
+from parallel.rendezvous import PATIENCE, launched, meet
 
 
 @dataclass(frozen=True)
@@ -100,11 +97,11 @@ class Distributed:
         return result
 
 
-def start(device_type):
+def start(device_type, patience=PATIENCE):
     """Join the process group that torchrun describes, if it started this process, and choose this rank's device.
 
-    device_type: "auto", "cuda", "cpu" or "mps". Raises UserError if the device does not exist, or if there are more
-    ranks than GPUs.
+    device_type: "auto", "cuda", "cpu" or "mps". Raises UserError if the device does not exist, if there are more ranks
+    than GPUs, or if other ranks do not come.
     """
     device_type = choose_device_type(device_type)
     if device_type == "cuda" and not torch.cuda.is_available():
@@ -113,11 +110,9 @@ def start(device_type):
         )
     if device_type == "mps" and not torch.backends.mps.is_available():
         raise UserError("--device mps, but PyTorch sees no Apple GPU: use --device cpu")
-    world_size = int(os.environ.get("WORLD_SIZE", 1))
+    rank, world_size, local_rank = launched()
     if device_type == "mps" and world_size > 1:
         raise UserError("several ranks cannot share an Apple GPU: start one process, or use --device cpu")
-    rank = int(os.environ.get("RANK", 0))
-    local_rank = int(os.environ.get("LOCAL_RANK", 0))
     device = torch.device(device_type)
     if device_type == "cuda":
         gpus = torch.cuda.device_count()
@@ -128,35 +123,16 @@ def start(device_type):
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
     if world_size > 1:
-        store, _, _ = next(dist.rendezvous("env://"))
         backend = "nccl" if device_type == "cuda" else "gloo"
         dist.init_process_group(
             backend,
-            store=dist.PrefixStore(launch_prefix(store, rank, world_size), store),
+            store=meet(rank, world_size, patience),
             rank=rank,
             world_size=world_size,
             timeout=timedelta(minutes=30),  # the others wait while rank 0 hashes tens of GB
             device_id=device if backend == "nccl" else None,
         )
     return Distributed(rank, world_size, device)
-
-
-def launch_prefix(store, rank, world_size):
-    """A key prefix for this start of the ranks: the same on all ranks, and never used before.
-
-    torchrun's restarts share one store, which still has the addresses of the killed processes, and its restart counts
-    differ from machine to machine; without a new prefix for each start the ranks hang or fail to connect. Each rank
-    publishes a fresh identifier, and the prefix is a hash of all identifiers. A rank that has read the identifier of a
-    killed process waits for a mark that never comes, and reads again.
-    """
-    store.set(f"start {rank}", uuid.uuid4().hex)
-    while True:
-        identifiers = b"".join(store.get(f"start {other}") for other in range(world_size))
-        name = hashlib.sha256(identifiers).hexdigest()  # keys of the store are short
-        store.set(f"{name} {rank}", "")
-        with contextlib.suppress(dist.DistStoreError):
-            store.wait([f"{name} {other}" for other in range(world_size)], timedelta(seconds=1))
-            return name
 
 
 def stop():

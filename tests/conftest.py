@@ -6,6 +6,7 @@ import multiprocessing
 import multiprocessing.connection
 import os
 import runpy
+import shutil
 import signal
 import socket
 import subprocess
@@ -169,6 +170,52 @@ def train(command, corpus, tmp_path):
         assert done.returncode == 0, done.stdout + done.stderr
         (tmp_path / "log" / name / "output.txt").write_text(done.stdout + done.stderr)
         return tmp_path / "log" / name
+
+    return call
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """Mount a file system of some MB; the test is skipped where that is not allowed."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+
+    def mount(megabytes):
+        options = ["-t", "tmpfs", "-o", f"size={megabytes}m", "tmpfs", str(folder)]
+        if not shutil.which("mount") or subprocess.run(["mount", *options], capture_output=True).returncode:
+            pytest.skip("needs the right to mount a tmpfs")
+        return folder
+
+    yield mount
+    if os.path.ismount(folder):
+        subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+# Trains once for each list of arguments, in the same processes
+SEVERAL = """
+import json, os, sys
+import train_gpt2
+from checkpoints import pieces
+pieces.FILE_BYTES = 100_000  # several files a rank
+for port, arguments in json.load(open(sys.argv[1])):
+    os.environ["MASTER_PORT"] = str(port)
+    sys.argv = ["train_gpt2.py", *arguments]
+    train_gpt2.main()
+"""
+
+
+@pytest.fixture
+def train_several(command, corpus, tmp_path, monkeypatch):
+    """Train tiny GPT-2s on so many ranks, {run's name: flags}; returns their folders."""
+
+    def call(ranks, runs):
+        (tmp_path / "several.py").write_text(SEVERAL)
+        flags = [[*TINY, "--data_dir", str(corpus), "--run_name", name, *map(str, runs[name])] for name in runs]
+        (tmp_path / "runs.json").write_text(json.dumps([(free_port(), each) for each in flags]))
+        monkeypatch.setenv("PYTHONPATH", str(ROOT))
+        done = command(tmp_path / "several.py", "runs.json", ranks=ranks)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return [tmp_path / "log" / name for name in runs]
 
     return call
 

@@ -1,7 +1,13 @@
 """The training script as a whole, on a tiny GPT-2."""
 
 import json
+import os
 import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -10,10 +16,11 @@ from safetensors.torch import load_file
 from transformers import GPT2LMHeadModel
 
 from checkpoints import load
+from common import cli, interrupt
 from data.shards import open_shards
 from hellaswag import MultipleChoice, load_items
 
-EVALUATE = "--val_every 2 --hellaswag_every 2 --sample_every 2 --checkpoint_every 2 --val_steps 1".split()
+EVALUATE = "--val_every 2 --hellaswag_every 2 --sample_every 2 --checkpoint_every 2 --val_tokens 256".split()
 
 
 @pytest.fixture
@@ -51,6 +58,7 @@ def test_everything_runs_in_a_compiled_run(train, hellaswag_file):
     assert logged(run) == pytest.approx(logged(plain), rel=0.005)
     assert logged(run, "val") == pytest.approx(logged(plain, "val"), rel=0.005)
     assert len(logged(run, "val")) == len(logged(run, "hella")) == 3
+    assert [row["hellaswag_items"] for row in metrics(run) if "hellaswag_acc" in row] == [5] * 3
     assert logged(run, "hella") == [row["hellaswag_acc_norm"] for row in metrics(run) if "hellaswag_acc" in row]
     output = (run / "output.txt").read_text()
     assert output.count("sample 0: Hello, I'm a language model,") == 2
@@ -86,11 +94,11 @@ def test_the_seed_fixes_weights_and_order(train):
 
 
 def test_validation_is_the_mean_over_its_tokens(train, corpus):
-    """Also where the tokens do not fill the last micro-batch; --val_steps limits them."""
-    run = train("run", "--val_every", 3, "--val_steps", 1, "--checkpoint_every", 3, "--micro_batch_size", 8)
-    every = train("every", "--val_every", 3, "--val_steps", 20, "--checkpoint_every", 3, "--micro_batch_size", 8)
+    """Also where the tokens do not fill the last micro-batch; --val_tokens limits them."""
+    run = train("run", "--val_every", 3, "--val_tokens", 287, "--checkpoint_every", 3, "--micro_batch_size", 8)
+    every = train("every", "--val_every", 3, "--checkpoint_every", 3, "--micro_batch_size", 8)
     model = load.load_model(run / "checkpoint_000003")
-    tokens = torch.from_numpy(open_shards(corpus, "val")[0].astype("int64"))
+    tokens = torch.from_numpy(open_shards(corpus, "val")[0][:].astype("int64"))
     for sequences, shown in [(8, run), (12, every)]:  # 256 tokens, and 384 of the 400
         x = tokens[: sequences * 32].view(-1, 32)
         y = tokens[1 : sequences * 32 + 1].view(-1, 32)
@@ -172,7 +180,7 @@ def test_the_plan_says_what_runs(train):
         r"batch +256 tokens = 4 sequences × 32 tokens × 2 accumulated × 1 ranks",
         r"training +3 steps, 768 tokens, 0.18 epochs",
         r"on +flash, pad_vocab, fused_adamw \(off: tf32, autocast off, compile, bf16_residual, .*, packed_qkv\)",
-        r"data +.*corpus: 3 train shards, 4,200 tokens; 1 val, 400 tokens",
+        r"data +.*corpus: 3 train shards, 4,200 tokens; 1 val, 384 of 400 tokens",
         r"step +2/3 \| loss 1\d\.\d{6} \| lr .* \| norm .* ms \| [\d,]+ tok/s \| 0m0\ds left",
         r"validation loss 10\.\d{4} -> 10\.\d{4} in 3 steps; 768 tokens in all",
     ):
@@ -202,11 +210,46 @@ def test_bad_runs_end_in_one_line(train, tmp_path):
     expect_error(train("x", "--init_from", "no/such/folder", drop="--n_layer --n_head --n_embd", fails=True), "no/such")
 
 
+def test_ctrl_c_during_imports():
+    commands = [path for path in ROOT.glob("*.py") if "run(main)" in path.read_text()]
+    assert len(commands) == 8
+    for path in commands:
+        command = [sys.executable, "-X", "importtime", str(path)]  # a line on standard error for each import
+        with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+            assert any("common.interrupt" in line for line in process.stderr)
+            process.send_signal(signal.SIGINT)
+            lines = [line for line in process.stderr if not line.startswith("import time:")]
+        assert (process.returncode, lines) == (130, ["interrupted\n"]), path
+
+
+def test_ctrl_c_after_the_imports(monkeypatch, capsys):
+    monkeypatch.setattr("sys.stdout", sys.stdout)  # run() replaces both
+    monkeypatch.setattr("sys.stderr", sys.stderr)
+    before = signal.signal(signal.SIGINT, interrupt.end)
+    cleaned = []
+
+    def main():
+        try:
+            os.kill(os.getpid(), signal.SIGINT)
+        finally:
+            cleaned.append(True)
+
+    try:
+        with pytest.raises(SystemExit) as end:
+            cli.run(main)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert end.value.code == 130 and capsys.readouterr().err == "interrupted\n" and cleaned
+
+
 def test_the_demo(command, corpus, tmp_path):
-    done = command("train_gpt2.py", "--demo", "--max_steps", 3, "--val_steps", 1, "--wandb", "disabled")
+    done = command("train_gpt2.py", "--demo", "--max_steps", 3, "--val_tokens", 1024, "--wandb", "disabled")
     assert done.returncode == 0, done.stderr
     assert re.search(r"validation loss 10\.\d+ -> 10\.\d+ in 3 steps", done.stdout)
-    assert "sample 3: Hello" in done.stdout and "python fineweb.py" in done.stdout
+    assert "sample 3: Hello" in done.stdout and "fineweb.py" in done.stdout
+    following = next(line for line in done.stdout.splitlines() if line.startswith("Next: "))
+    python, *words = shlex.split(following.removeprefix("Next: "))
+    assert shutil.which(python) and "Hello, my name is" in command(*words, "--max_new_tokens", 2).stdout
     expect_error(command("train_gpt2.py", "--demo", "--data_dir", "corpus"), "corpus already holds 4 other shards")
     train_shard, val_shard = sorted((tmp_path / "demo_data").glob("*.npy"))
     assert train_shard.stat().st_size > 5 * val_shard.stat().st_size > 50_000

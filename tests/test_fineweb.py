@@ -1,5 +1,7 @@
+import gzip
 import hashlib
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -12,7 +14,11 @@ import pyarrow.parquet as pq
 import pytest
 from conftest import ROOT, expect_error
 
+import fineweb
 from common.cli import UserError
+from common.files import lock
+from data.documents import list_tasks, open_parquet
+from data.shard_folder import ShardFolder
 from data.shards import open_shards
 from data.tokenizer import END_OF_TEXT, get_tokenizer
 
@@ -41,9 +47,16 @@ def write_parquet(path, texts):
 
 @pytest.fixture
 def documents(tmp_path):
-    """TEXTS in three files."""
-    for i in range(3):
-        write_parquet(tmp_path / f"docs{i}.parquet", TEXTS[i * 40 : (i + 1) * 40])
+    """TEXTS in three files of different formats."""
+    write_parquet(tmp_path / "docs0.parquet", TEXTS[:40])
+    with gzip.open(tmp_path / "docs1.jsonl.gz", "wt") as file:
+        file.writelines(json.dumps(dict(text=text)) + "\n" for text in TEXTS[40:80])
+    (tmp_path / "docs2.txt").write_text("\n<|endoftext|>\n".join(TEXTS[80:]))
+
+
+def read_all(folder):
+    """All tokens of a folder's shards, in order."""
+    return np.concatenate([shard[:] for split in ("val", "train") for shard in open_shards(folder, split)])
 
 
 def contents(folder):
@@ -54,22 +67,23 @@ def contents(folder):
 @pytest.mark.parametrize("workers", [1, 3])
 def test_shards_are_the_plain_tokens(command, documents, tmp_path, workers):
     """Byte for byte what np.save writes, for any number of workers; the last shard is shorter."""
-    done = command("fineweb.py", "--input", "docs*.parquet", "--shard_size", 997, "--workers", workers)
+    done = command("fineweb.py", "--input", "docs*", "--shard_size", 997, "--workers", workers)
     assert done.returncode == 0, done.stderr
     expected = plain_tokens(TEXTS)
-    found = contents(tmp_path / "edu_fineweb10B")
+    found = contents(tmp_path / "my_data")
     listed = json.loads(found.pop("shards.json"))
     assert len(found) == len(listed["shards"]) == -(-len(expected) // 997)
     for i, shard in enumerate(listed["shards"]):
         tokens = expected[i * 997 : (i + 1) * 997]
         np.save(tmp_path / "plain.npy", tokens)
         plain = (tmp_path / "plain.npy").read_bytes()
-        name = f"edufineweb_{'train' if i else 'val'}_{i:06d}.npy"
+        name = f"text_{'train' if i else 'val'}_{i:06d}.npy"
         assert found[name] == plain
         digest = hashlib.sha256(plain).hexdigest()
         assert shard == dict(name=name, tokens=len(tokens), documents=sum(tokens == END_OF_TEXT), sha256=digest)
     assert sum(shard["documents"] for shard in listed["shards"]) == len(TEXTS)
-    assert [file["name"] for file in listed["source"]["files"]] == [f"docs{i}.parquet" for i in range(3)]
+    names = [file["name"] for file in listed["source"]["files"]]
+    assert names == ["docs0.parquet", "docs1.jsonl.gz", "docs2.txt"]
 
 
 def test_odd_documents(command, tmp_path):
@@ -88,18 +102,18 @@ def test_odd_documents(command, tmp_path):
     pq.write_table(pa.table(dict(text=column)), tmp_path / "odd.parquet")
     done = command("fineweb.py", "--input", "odd.parquet", "--out", "odd", "--shard_size", 500)
     assert done.returncode == 0, done.stderr
-    shards = [*open_shards(tmp_path / "odd", "val"), *open_shards(tmp_path / "odd", "train")]
     expected = ["fine", "", "", "na\ufffd", "\ufffd\ufffd<|endoftext|>", "word " * 2000, "a" * 200_000, "end"]
-    assert np.array_equal(np.concatenate(shards), plain_tokens(expected))
+    tokens = plain_tokens(expected)
+    assert np.array_equal(read_all(tmp_path / "odd"), tokens)
     assert command("fineweb.py", "--out", "odd", "--verify").stdout == (
-        f"odd: {len(shards)} files, 8 documents, {len(plain_tokens(expected)):,} tokens, all SHA-256 match\n"
+        f"odd: {-(-len(tokens) // 500)} files, 8 documents, {len(tokens):,} tokens, all SHA-256 match\n"
     )
 
 
 def test_changed_missing_and_additional_files(command, documents, tmp_path):
-    assert command("fineweb.py", "--input", "docs*.parquet", "--out", "d", "--shard_size", 500).returncode == 0
+    assert command("fineweb.py", "--input", "docs*", "--out", "d", "--shard_size", 500).returncode == 0
     folder = tmp_path / "d"
-    path = folder / "edufineweb_train_000002.npy"
+    path = folder / "text_train_000002.npy"
     original = path.read_bytes()
     path.write_bytes(original[:-3] + bytes([original[-3] ^ 1]) + original[-2:])
     expect_error(command("fineweb.py", "--out", "d", "--verify"), "train_000002.npy is damaged")
@@ -111,7 +125,7 @@ def test_changed_missing_and_additional_files(command, documents, tmp_path):
     path.write_bytes(original)
     (folder / "other_train_000009.npy").write_bytes(original)
     expect_error(command("fineweb.py", "--out", "d", "--verify"), "other_train_000009.npy", "not in shards.json")
-    with pytest.raises(UserError, match="other_train_000009.npy is not listed"):
+    with pytest.raises(UserError, match="other_train_000009.npy is an additional shard"):
         open_shards(folder, "train")
     (folder / "shards.json").write_text("{}")
     with pytest.raises(UserError, match="shards.json is damaged"):
@@ -122,10 +136,12 @@ def test_changed_missing_and_additional_files(command, documents, tmp_path):
 
 
 def test_parts_join_to_the_shards_of_one_call(command, documents, tmp_path):
-    arguments = ("--input", "docs*.parquet", "--shard_size", 333)
+    arguments = ("--input", "docs*", "--dataset", "fineweb", "--shard_size", 333)
     assert command("fineweb.py", *arguments, "--out", "single").returncode == 0
-    done = command("fineweb.py", *arguments, "--out", "parts", "--part", "1/2")
-    assert "--input 'FOLDER/*.npy'" in done.stdout, done.stderr
+    (tmp_path / "parts").mkdir()
+    with lock(tmp_path / "parts" / "part2of2.lock"):  # another call is writing the other part
+        done = command("fineweb.py", *arguments, "--out", "parts", "--part", "1/2")
+    assert "--input 'FOLDER/*.npy' --out fineweb10B" in done.stdout, done.stderr
     with pytest.raises(UserError, match="no train shards"):
         open_shards(tmp_path / "parts", "train")
     join = ("fineweb.py", "--input", "parts/*.npy", "--out", "joined", "--shard_size", 333)
@@ -138,13 +154,10 @@ def test_parts_join_to_the_shards_of_one_call(command, documents, tmp_path):
     # shards can be cut again into another size
     again = command("fineweb.py", "--input", "single/*.npy", "--out", "larger", "--shard_size", 1000)
     assert again.returncode == 0, again.stderr
-    tokens = [
-        np.concatenate([*open_shards(tmp_path / name, "val"), *open_shards(tmp_path / name, "train")])
-        for name in ("single", "larger")
-    ]
-    assert np.array_equal(*tokens) and len(open_shards(tmp_path / "larger", "val")[0]) == 1000
+    assert np.array_equal(read_all(tmp_path / "single"), read_all(tmp_path / "larger"))
+    assert len(open_shards(tmp_path / "larger", "val")[0]) == 1000
 
-    path = tmp_path / "parts" / "edufineweb_part2of2_000001.npy"
+    path = tmp_path / "parts" / "fineweb_part2of2_000001.npy"
     path.write_bytes(path.read_bytes()[:-2] + b"\0\0")
     expect_error(command(*join[:-4], "--out", "other", "--shard_size", 333), f"{path.name} is damaged")
     path.unlink()
@@ -155,13 +168,14 @@ def test_parts_join_to_the_shards_of_one_call(command, documents, tmp_path):
 
 
 def test_the_command(command, documents, tmp_path):
-    arguments = ("--input", "docs*.parquet", "--out", "few", "--shard_size", 100, "--max_tokens", 250)
+    arguments = ("--input", "docs*", "--out", "few", "--shard_size", 100, "--max_tokens", 250)
     done = command("fineweb.py", *arguments)
     assert done.returncode == 0, done.stderr
-    assert "1 validation shard" in done.stdout and "train_gpt2.py --data_dir few" in done.stdout
-    shards = [*open_shards(tmp_path / "few", "val"), *open_shards(tmp_path / "few", "train")]
-    assert np.array_equal(np.concatenate(shards), plain_tokens(TEXTS)[:250])
+    assert "1 validation shard" in done.stdout and "train_gpt2.py --model tiny --data_dir few" in done.stdout
+    assert np.array_equal(read_all(tmp_path / "few"), plain_tokens(TEXTS)[:250])
     expect_error(command("fineweb.py", *arguments), "already holds", "--out")
+    with lock(tmp_path / "few" / "lock"):  # another call is writing this folder
+        expect_error(command("fineweb.py", *arguments), "few is being written by another process", "--out")
 
 
 def test_errors_are_one_line(command, tmp_path):
@@ -170,27 +184,91 @@ def test_errors_are_one_line(command, tmp_path):
     pq.write_table(pa.table(dict(text=[7])), tmp_path / "numbers.parquet")
     (tmp_path / "broken.parquet").write_bytes(b"this is not parquet")
     total = len(plain_tokens(TEXTS))
-    too_small = command("fineweb.py", "--input", "docs.parquet")
-    expect_error(too_small, f"{total:,} tokens", f"--shard_size {total // 10}")
+    (tmp_path / "empty.txt").write_text("\n<|endoftext|>\n")
+    expect_error(command("fineweb.py", "--input", "empty.txt"), "only 0 tokens", "more text")
     exact = command("fineweb.py", "--input", "docs.parquet", "--shard_size", total)
-    expect_error(exact, "--shard_size")
+    expect_error(exact, f"only {total:,} tokens", "leave out --shard_size")
     assert not list(tmp_path.rglob("*.npy")) and not list(tmp_path.rglob("unfinished.json"))
     expect_error(command("fineweb.py", "--input", "nothing*.parquet"), "nothing*.parquet", "no such files")
     expect_error(command("fineweb.py", "--input", "other.parquet"), "no column named text", "words")
     expect_error(command("fineweb.py", "--input", "numbers.parquet"), "column named text holds int64")
     expect_error(command("fineweb.py", "--input", "broken.parquet"), "broken.parquet", "cannot read")
     expect_error(command("fineweb.py", "--input", "docs.parquet", "--shard_size", 0), "--shard_size 0")
-    expect_error(
-        command("fineweb.py", "--input", "docs.parquet", "--max_tokens", 50), "--max_tokens 50", "--shard_size"
-    )
+    limited = ("--input", "docs.parquet", "--max_tokens", 50, "--shard_size", 50)
+    expect_error(command("fineweb.py", *limited), "--max_tokens 50", "leave out --shard_size")
+    (tmp_path / "docs.csv").write_text("text")
+    expect_error(command("fineweb.py", "--input", "docs.csv"), "docs.csv: --input takes .txt")
+    np.save(tmp_path / "docs.npy", plain_tokens(TEXTS))
+    expect_error(command("fineweb.py", "--input", "docs.[np]*"), "not both")
     expect_error(command("fineweb.py", "--input", "docs.parquet", "--out", "docs.parquet"), "docs.parquet", "--out")
-    expect_error(command("fineweb.py"), "cannot read FineWeb-Edu", "--input")
+    for dataset in ("fineweb", "fineweb-edu"):
+        done = command("fineweb.py", "--dataset", dataset)
+        expect_error(done, f"cannot read HuggingFaceFW/{dataset} sample-10BT from the hub", "--input")
 
 
-@pytest.mark.parametrize("after", [1, 4, "end"])
-def test_an_interrupted_call_continues(command, documents, tmp_path, after):
+def test_unreadable_sources(tmp_path):
+    path = tmp_path / "docs.parquet"
+    write_parquet(path, TEXTS)
+    content = path.read_bytes()
+
+    def read():
+        paths, _ = fineweb.find_source(fineweb.Flags(input=str(path)))
+        return [function(*arguments) for _, function, *arguments in list_tasks(paths, (0, 0, 0))]
+
+    assert np.array_equal(np.concatenate(read()), plain_tokens(TEXTS))
+    damaged = content[:50] + bytes(100) + content[150:]
+    for wrong in (b"", content[:3], content[: len(content) // 2], content[:-1], content[:-9], damaged):
+        path.write_bytes(wrong)
+        open_parquet.cache_clear()
+        with pytest.raises(UserError, match="cannot read .*docs.parquet") as error:
+            read()
+        assert "\n" not in str(error.value)
+    path.unlink()
+    for make in (lambda: os.mkfifo(path), lambda: path.symlink_to("nothing")):
+        make()
+        with pytest.raises(UserError, match="cannot read .*docs.parquet"):
+            read()
+        path.unlink()
+
+
+@pytest.mark.parametrize("total", [1200, 5000, 20_000])
+def test_a_small_corpus_has_ten_shards(command, tmp_path, total):
+    """Where a tenth is too few tokens to validate, the validation shard is larger, at most half."""
+    text = "word" + " word" * (total - 2)
+    (tmp_path / "book.txt").write_text(text + "\n")
+    done = command("fineweb.py", "--input", "book.txt", "--workers", 1)
+    assert done.returncode == 0 and "--data_dir my_data" in done.stdout, done.stderr
+    sizes = [len(shard) for split in ("val", "train") for shard in open_shards(tmp_path / "my_data", split)]
+    size = {1200: 600, 5000: 1025, 20_000: 2000}[total]
+    assert sizes == [min(size, total - start) for start in range(0, total, size)]
+    assert np.array_equal(read_all(tmp_path / "my_data"), plain_tokens([text]))
+
+
+def test_a_position_that_the_source_lacks(corpus, tmp_path):
+    """In a damaged unfinished.json. Without an error, documents would be missing or repeated."""
+    paths = sorted(corpus.glob("*.npy"), key=fineweb.shard_order)
+    flags = fineweb.Flags(input="x", out=str(tmp_path / "out"), shard_size=1000)
+    folder = ShardFolder(flags.out)
+
+    def write(**damage):
+        progress = dict(flags={}, source={}, shards=[], state=None, skip=0) | damage
+        return fineweb.write_shards(folder, progress, fineweb.read_token_files(paths, progress["state"]), None, flags)
+
+    with folder.lock():
+        for state, skip in (([9, 0], 0), ([0, 9], 0), ([], 0), ([0], 0), ([0, 0, 1], 0), ([1, 0], 2001)):
+            with pytest.raises(UserError, match="unfinished.json is damaged"):
+                write(state=state, skip=skip)
+        write(state=[1, 0], skip=1000)
+    with pytest.raises(UserError, match="is not complete"):
+        open_shards(folder.path, "train")
+    folder.unfinished.unlink()
+    assert np.array_equal(read_all(folder.path), read_all(corpus)[1400:])
+
+
+@pytest.mark.parametrize(("shard_size", "after"), [(333, 1), (333, "end"), (None, 4)])
+def test_an_interrupted_call_continues(command, documents, tmp_path, shard_size, after):
     """A call that is killed and then repeated writes the same files as one call."""
-    arguments = ("--input", "docs*.parquet", "--shard_size", 333, "--workers", 2)
+    arguments = ("--input", "docs*", "--workers", 2, *(("--shard_size", shard_size) if shard_size else ()))
     assert command("fineweb.py", *arguments, "--out", "single").returncode == 0
     # exits while it writes a shard, or the manifest
     script = tmp_path / "killed.py"
@@ -198,19 +276,20 @@ def test_an_interrupted_call_continues(command, documents, tmp_path, after):
         f"import os, sys; sys.path.insert(0, {str(ROOT)!r})\n"
         "import fineweb\n"
         "from common import cli\n"
-        "from data import shards\n"
+        "from data import shard_folder\n"
         "if __name__ == '__main__':\n"
-        "    shard, manifest = shards.write_shard, shards.ShardFolder.finish\n"
+        "    write, manifest = shard_folder.write_shard, shard_folder.ShardFolder.finish\n"
         "    die = lambda *_: os._exit(9)\n"
-        f"    shards.write_shard = lambda path, data: (die if '{after:0>6}' in path.name else shard)(path, data)\n"
-        f"    shards.ShardFolder.finish = die if {after == 'end'} else manifest\n"
+        f"    shard_folder.write_shard = lambda path, _: (die if '{after:0>6}' in path.name else write)(path, _)\n"
+        f"    shard_folder.ShardFolder.finish = die if {after == 'end'} else manifest\n"
         "    cli.run(fineweb.main)\n"
     )
     assert command(script, *arguments, "--out", "parts").returncode == 9
     with pytest.raises(UserError, match="parts is not complete"):
         open_shards(tmp_path / "parts", "val")
-    other = command("fineweb.py", *arguments, "--out", "parts", "--shard_size", 500)
-    expect_error(other, "was started with", "--shard_size 333")
+    if shard_size:
+        other = command("fineweb.py", *arguments, "--out", "parts", "--shard_size", 500)
+        expect_error(other, "was started with", "--shard_size 333")
     (tmp_path / "docs9.parquet").write_bytes((tmp_path / "docs0.parquet").read_bytes())
     expect_error(command("fineweb.py", *arguments, "--out", "parts"), "other files")
     (tmp_path / "docs9.parquet").unlink()
@@ -227,7 +306,7 @@ def test_a_killed_call_ends_its_workers(command, tmp_path):
     process = subprocess.Popen(
         [sys.executable, ROOT / "fineweb.py", *arguments], cwd=tmp_path, stderr=subprocess.DEVNULL
     )
-    wait_until((tmp_path / "d" / "edufineweb_train_000001.npy").exists)
+    wait_until((tmp_path / "d" / "text_train_000001.npy").exists)
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
     process.kill()
     assert process.wait() == -signal.SIGKILL and len(children) >= 2

@@ -1,4 +1,5 @@
 import json
+import os
 
 import pytest
 import torch
@@ -97,6 +98,13 @@ def test_long_rows_lose_the_start_of_their_context():
         assert y[y >= 0].tolist() == (tokens[1:] if i == 3 else encode(" " + item["endings"][i]))
 
 
+def test_a_limit_spreads_over_all_items(tmp_path):
+    path, items = tmp_path / "items.jsonl", make_items(10)
+    path.write_text("".join(json.dumps(item) + "\n" for item in items))
+    assert load_items(path, 4) == [items[i] for i in (0, 2, 5, 7)]
+    assert load_items(path, 10) == load_items(path, 11) == load_items(path) == items
+
+
 def test_the_command_and_its_errors(command, tmp_path):
     tiny().save_pretrained(tmp_path)
     good = tmp_path / "items.jsonl"
@@ -113,22 +121,32 @@ def test_the_command_and_its_errors(command, tmp_path):
     expect_error(command("hellaswag.py", "nothing/here/x", "--data", good, "--device", "cpu"), "nothing/here/x", "gpt2")
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "not json",
-        "[1]",
-        '{"ctx": "a"}',
-        '{"ctx": "a", "endings": ["b"], "label": 0}',
-        '{"ctx": "a", "endings": ["b", "c"], "label": 2}',
-        '{"ctx": "a", "endings": ["b", "c"], "label": ""}',
-        '{"ctx": "a", "endings": ["b", 1], "label": 0}',
-        '{"text": "one"}',
-        "",
-    ],
-)
-def test_other_files_are_rejected(tmp_path, text):
+ITEM = dict(ctx="a", endings=["b", "c"], label=1)
+WRONG = [7, None, [1], "x", {}, dict(text="one")]
+WRONG += [ITEM | dict(label=label) for label in (2, -1, 10**30, 1.0, True, "", "x", "-1", None, [1], {})]
+WRONG += [ITEM | dict(endings=endings) for endings in ("bc", dict(b=0, c=1), 7, None, [], ["b"], ["b", 1], ["b", None])]
+# blank: without a context, nothing predicts an ending's first token, and the mean of no losses is not a number
+WRONG += [ITEM | dict(endings=["b", blank]) for blank in ("", " ", "\n")]
+WRONG += [ITEM | dict(ctx=ctx) for ctx in (7, None, ["a"], "", "  ", "\n")]
+LINES = [*map(json.dumps, WRONG), "not json", "[" * 100_000, '{"ctx": "a"', "\udcff"]
+
+
+def test_other_items_are_rejected_by_line(tmp_path):
     path = tmp_path / "items.jsonl"
-    path.write_text(text)
-    with pytest.raises(UserError, match="items.jsonl"):
-        load_items(path)
+    valid = json.dumps(ITEM)
+    for line in LINES:
+        path.write_text(f"{valid}\n\n{line}\n{valid}\n", errors="surrogateescape")
+        with pytest.raises(UserError, match="items.jsonl, line 3: ") as error:
+            load_items(path)
+        assert "\n" not in str(error.value) and len(str(error.value)) < 500
+    path.write_text(f"{valid}\n\n{json.dumps(ITEM | dict(label='1'))}")  # the hub's labels are text
+    assert load_items(path) == [ITEM, ITEM]
+
+
+def test_other_files_are_rejected(tmp_path):
+    path = tmp_path / "items.jsonl"
+    for make in (path.touch, lambda: os.mkfifo(path), path.mkdir, lambda: path.symlink_to("nothing")):
+        make()
+        with pytest.raises(UserError, match="items.jsonl"):
+            load_items(path)
+        path.rmdir() if path.is_dir() else path.unlink()

@@ -1,6 +1,7 @@
 import dataclasses
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -8,14 +9,17 @@ import time
 
 import pytest
 import torch
-from conftest import ROOT, TINY, expect_error, metrics
+from conftest import ROOT, TINY, expect_error, logged, metrics
 
 import ladder
 from common.cli import UserError, parse
-from config import DEMO, Config, defaults
+from config import Config, defaults
 from observe import measure
 from observe.measure import SETTLING_STEPS
+from optim import recipes
 from optimizations import RUNGS
+
+DEMO = Config(**recipes.DEMO)
 
 KERNELS = ("fused_cross_entropy", "fused_gelu", "packed_qkv")
 NAMES = ("tf32", "compile", "flash", "pad_vocab", "fused_adamw", "bf16_residual", *KERNELS)
@@ -57,10 +61,32 @@ def test_rungs_by_name():
             ladder.choose_rungs(text, 1)
 
 
+def test_the_ladder_of_recipes_climbs(train, tmp_path):
+    flags = ("--to_loss", "--seeds", 1, "--max_steps", 8, "--val_tokens", 256)
+    folder = train("recipes", *flags, script="ladder.py")
+    results = json.loads((folder / "to_loss.json").read_text())["results"]
+    assert [(r["rung"], r["status"]) for r in results] == [
+        ("GPT-3's recipe", "done"),
+        ("linear decay to 0", "done"),
+        ("Muon", "done"),
+        ("fp8", "skipped"),
+    ]
+    assert "fp8 is off: this is cpu, not an NVIDIA GPU" in results[3]["reason"]
+    assert [results[i]["facts"]["lr_schedule"] for i in range(3)] == ["cosine", "linear", "wsd"]
+    assert results[2]["facts"]["optimizer"] == "muon" and results[2]["facts"]["warmup_steps"] == 2
+    for index, result in enumerate(results[:3]):
+        run = folder / f"{index}_seed1337"
+        assert result["finals"] == pytest.approx([logged(run, "val")[-1]], abs=1e-4)
+        assert len(logged(run)) == 8 and len(logged(run, "val")) == 9
+    orders = [logged(folder / f"{index}_seed1337")[0] for index in range(3)]
+    assert orders == [orders[0]] * 3  # the same weights and data
+    assert "Muon" in (folder / "to_loss.md").read_text() and (folder / "to_loss.png").stat().st_size > 10_000
+
+
 def test_a_ladder_climbs(train, tmp_path):
     """Under torchrun, with rungs that measure, change nothing here, turn on two, run on two ranks."""
     rungs = "tf32 + flash+pad_vocab, compile,recipe,accumulation,micro_batch,ddp"
-    folder = train("climb", "--ladder", "--rungs", rungs, "--ladder_steps", 1, "--wandb", "offline", ranks=2)
+    folder = train("climb", "--ladder", "--rungs", rungs, "--ladder_steps", 1, ranks=2)
     results = json.loads((folder / "ladder.json").read_text())["results"]
     assert [(r["rung"], r["status"]) for r in results] == [
         ("baseline", "done"),
@@ -72,7 +98,7 @@ def test_a_ladder_climbs(train, tmp_path):
         ("+ micro-batch of 4", "done"),
         ("+ DDP × 2", "done"),
     ]
-    assert results[1]["reason"] == "tf32 is off: it is for NVIDIA GPUs, this is cpu"
+    assert results[1]["reason"] == "tf32 is off: this is cpu, not an NVIDIA GPU"
     assert results[3]["reason"] == "off on the command line"
     assert not (folder / "02_compile").exists()  # nothing is started that would change nothing
     done = {r["rung"]: r for r in results if r["status"] == "done"}
@@ -89,7 +115,6 @@ def test_a_ladder_climbs(train, tmp_path):
         assert len(rows) == SETTLING_STEPS + 1  # one of them measured
         assert r["ms"] == rows[-1]["step_ms"] and r["tokens_per_sec"] == pytest.approx(rows[-1]["tokens_per_sec"])
         assert 0.1 < r["peak_gb"] < 10 and r["facts"]["wandb_group"] == "climb"
-        assert list((folder / r["name"] / "wandb").glob("offline-run-*"))
     output = (folder / "output.txt").read_text()
     table = (folder / "ladder.md").read_text()
     for rung, r in done.items():
@@ -121,6 +146,9 @@ def test_bad_ladders_end_in_one_line(train, command, tmp_path):
     expect_error(train("x", "--ladder", "--init_from", "no/such", fails=True), "no/such")  # as every rung would say
     done = train("sweep", "--sweep", "flash=on,perhaps", fails=True, script="ladder.py")
     expect_error(done, "--sweep flash=on,perhaps", "--flash perhaps: it must be on or off")
+    expect_error(train("x", "--to_loss", fails=True, script="ladder.py"), "--max_steps 3: the first 5 steps")
+    done = train("x", "--to_loss", "--max_steps", 9, "--optimizer", "muon", fails=True, script="ladder.py")
+    expect_error(done, "leave out --optimizer")
     expect_error(train("x", "--sweep", fails=True, script="ladder.py"), "--sweep needs at least one flag")
     expect_error(train("x", "--rungs", "flash", fails=True), "--rungs", "--ladder")
     train("taken", "--ladder", "--rungs", "flash", "--ladder_steps", 1)
@@ -176,6 +204,7 @@ def test_axes():
 
 def test_why_a_run_ended():
     memory = "error: out of memory (CUDA out of memory. Tried to allocate 20.00 MiB): use --micro_batch_size 8"
+    assert measure.explain("", -signal.SIGTERM, "x.txt")["status"] == "stopped"
     for output, code in [(memory, 1), ("Killed", -9)]:
         assert measure.explain(output, code, "x.txt") == dict(status="skipped", reason="out of memory")
     told = "device     1 × cpu\nerror (rank 1): no train shards in x\nlater"
@@ -184,6 +213,26 @@ def test_why_a_run_ended():
     assert bug["status"] == "failed" and "TypeError: bad operand" in bug["reason"] and "x.txt" in bug["reason"]
     with pytest.raises(UserError, match="1 of 2 runs failed: 01_tf32"):
         measure.report_failures([dict(status="done", name="00"), dict(status="failed", name="01_tf32")])
+
+
+def test_a_run_that_a_signal_stops(corpus, tmp_path):
+    """It ends with exit code 0, and has no figures."""
+
+    class Bar:
+        n = 0
+
+        def update(self, steps):
+            self.n += steps
+            if steps == 1 and self.n == 2:
+                with open(f"/proc/self/task/{os.getpid()}/children") as file:
+                    os.kill(int(file.read().split()[-1]), signal.SIGTERM)
+
+    steps = SETTLING_STEPS + 100000
+    result = measure.measure(
+        [*TINY, "--data_dir", str(corpus), "--max_steps", str(steps)], tmp_path, "00", 1, steps, Bar()
+    )
+    assert result["status"] == "stopped" and "ms" not in result
+    assert re.fullmatch(r"a signal ended it after \d+ of 100005 steps", result["reason"])
 
 
 def test_a_stopped_ladder_leaves_no_run_behind(corpus, tmp_path):
@@ -313,9 +362,10 @@ def test_the_first_micro_batch_divides_the_batch():
 
 
 def test_only_on_one_machine_and_sweeps_in_one_process(monkeypatch, corpus):
-    monkeypatch.setenv("WORLD_SIZE", "16")
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    torchrun = dict(WORLD_SIZE=16, LOCAL_WORLD_SIZE=8, RANK=0, LOCAL_RANK=0, MASTER_ADDR="localhost", MASTER_PORT=29500)
+    for name, value in torchrun.items():
+        monkeypatch.setenv(name, str(value))
     with pytest.raises(UserError, match="one machine"):
         ladder.climb(Config(data_dir=str(corpus)))
     with pytest.raises(UserError, match="with python"):
-        ladder.sweep(ladder.SweepConfig(data_dir=str(corpus), sweep=("lr=1,2",)))
+        ladder.sweep(ladder.LadderConfig(data_dir=str(corpus), sweep=("lr=1,2",)))

@@ -126,7 +126,7 @@ def test_autocast_stays_close(dtype, tolerance):
     assert loss == pytest.approx(model(x, y).item(), rel=tolerance)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="tf32 is for NVIDIA GPUs")
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 def test_tf32_stays_close():
     x, y = (tensor.cuda() for tensor in batch())
     model = tiny().cuda()
@@ -159,6 +159,18 @@ def test_no_token_sees_the_future():
     changed[:, 12] = (changed[:, 12] + 1) % 301
     torch.testing.assert_close(model(x)[:, :12], model(changed)[:, :12])
     assert (model(x)[:, 12:] - model(changed)[:, 12:]).abs().amax(dim=-1).min() > 0
+
+
+@pytest.mark.parametrize("flash", [True, False])
+def test_the_cache_takes_several_tokens_a_call(flash):
+    model = tiny(flash=flash)
+    x, _ = batch()
+    expected = model(x)
+    for pieces in ([24], [9, 15], [1, 1, 2, 20], [20, 1, 3]):
+        cache = model.new_cache(24)
+        logits = [model(piece, cache=cache) for piece in x.split(pieces, dim=1)]
+        ends = torch.tensor(pieces).cumsum(0) - 1
+        torch.testing.assert_close(torch.cat(logits, dim=1), expected[:, ends], rtol=1e-4, atol=1e-5)
 
 
 def test_gpt2_has_its_parameters_and_its_initialization():

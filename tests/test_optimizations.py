@@ -126,10 +126,11 @@ def test_the_readme_has_the_table():
         (
             "cpu",
             {},
-            dict(tf32="for NVIDIA GPUs, this is cpu", fused_gelu="for NVIDIA GPUs", packed_qkv="for NVIDIA GPUs"),
+            dict.fromkeys(("tf32", "fused_gelu", "packed_qkv"), "this is cpu, not an NVIDIA GPU"),
         ),
         ("cpu", dict(autocast="off"), dict(bf16_residual="--autocast bf16")),
-        ("mps", {}, dict(compile="not ready for Apple GPUs", fused_cross_entropy="for NVIDIA GPUs, this is mps")),
+        ("mps", {}, dict(compile="not ready for Apple GPUs", fused_cross_entropy="this is mps, not an NVIDIA GPU")),
+        ("mps", {}, dict(fused_adamw="gradients are not finite")),
         ("cpu", dict(overlap_gradients=True), dict(overlap_gradients="several ranks")),
         ("cpu", dict(bf16_gradients=True), dict(bf16_gradients="it needs NCCL")),
         (

@@ -1,4 +1,5 @@
 import io
+import math
 import sys
 
 import pytest
@@ -9,7 +10,7 @@ from test_model import tiny
 
 import sample as sample_module
 from common.cli import UserError
-from sample import draw_token, generate, read_prompt, sample
+from sample import continue_prompt, draw_token, generate, read_prompt, sample
 
 
 def continued(model, tokens, count, **options):
@@ -53,6 +54,19 @@ def test_the_cuda_graph_does_not_change_the_tokens(count, length):
     with torch.no_grad():
         expected = greedy_without_cache(model, prompt, 30)
     assert torch.equal(continued(model, prompt, 30, temperature=0, graph=True), expected)
+
+
+@pytest.mark.parametrize("options", [dict(), dict(temperature=0), dict(top_k=0, top_p=0.9)])
+def test_logits_that_are_not_finite_are_an_error(options):
+    """Also if only a later position has them."""
+    model = tiny_gpt2()
+    tokens = continue_prompt(model, "a chair", 2, 9, seed=1, **options)
+    assert len(next(tokens)) == 2
+    model.transformer.wpe.weight.data[5] = math.nan
+    with pytest.raises(UserError, match="not finite.*earlier checkpoint"):
+        list(tokens)
+    with pytest.raises(UserError, match="not finite"):
+        sample(model, "the man sits down on a chair", 2, 9, **options)
 
 
 def test_temperature_top_k_and_top_p():
@@ -103,15 +117,18 @@ def test_read_prompt(monkeypatch, tmp_path):
 
 
 def test_the_command_and_its_errors(command, tmp_path):
-    for name in ("c", "checkpoint_000009"):
-        (tmp_path / name).mkdir()
+    for name in ("c", "run/checkpoint_000009", "empty"):
+        (tmp_path / name).mkdir(parents=True)
         tiny_gpt2().save_pretrained(tmp_path / name)
+    (tmp_path / "empty" / "config.json").write_text('{"finished": false}')
     arguments = ("sample.py", "c", "--prompt", "Once upon", "--max_new_tokens", 12, "--device", "cpu", "--top_p", 0.9)
     done = command(*arguments, "--count", 2)
     assert done.returncode == 0 and done.stdout.count("Once upon") == 2, done.stderr
     one, streamed = command(*arguments, "--count", 1), command(*arguments, "--stream")
     assert streamed.stdout == one.stdout != "", streamed.stderr  # also characters of several tokens
-    expect_error(command("sample.py", ".", "--device", "cpu"), "run's folder", "checkpoint_000009")
+    assert command(*arguments[:1], "run", *arguments[2:], "--count", 2).stdout == done.stdout  # its newest checkpoint
+    expect_error(command("sample.py", "empty", "--device", "cpu"), "empty is a run without checkpoints")
+    expect_error(command("sample.py", "run/checkpoint_9", "--device", "cpu"), "run/checkpoint_9 is not a folder")
     expect_error(command("sample.py", "c", "--temperature", -1, "--device", "cpu"), "--temperature")
     expect_error(command("sample.py", "c", "--count", 0, "--device", "cpu"), "--count")
     expect_error(command("sample.py", "c", "--stream", "--count", 2, "--device", "cpu"), "--stream", "--count")

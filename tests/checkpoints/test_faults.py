@@ -1,6 +1,5 @@
 """Nothing lost: trainings that are killed, stopped, starved of disk, or go wrong, and what is left of them."""
 
-import dataclasses
 import filecmp
 import json
 import os
@@ -10,16 +9,14 @@ import shutil
 import signal
 import subprocess
 import sys
-import tarfile
 import time
 
 import pytest
 import torch
 from conftest import FORKS, ROOT, TINY, expect_error, logged, metrics, run_script
 
-from checkpoints import load, resume, run_folder
+from checkpoints import load, run_folder
 from common import cli
-from config import Config, flags_that_matter
 
 EVERY_3 = ("--checkpoint_every", 3, "--val_every", 4)
 
@@ -68,7 +65,10 @@ def writing(run):
     return any(not (path / "torn").exists() for path in run.glob("checkpoint_*.unfinished"))
 
 
-def test_killed_at_50_random_moments(train, corpus, tmp_path):
+KILLS = 16
+
+
+def test_killed_at_random_moments(train, corpus, tmp_path):
     """Every other time inside of a checkpoint: every run ends as if nothing had happened."""
     script, flags = str(ROOT / "train_gpt2.py"), [*longer(40), "--data_dir", str(corpus), *map(str, EVERY_3)]
     outputs = [tmp_path / "out.txt", tmp_path / "err.txt"]
@@ -81,7 +81,7 @@ def test_killed_at_50_random_moments(train, corpus, tmp_path):
         arguments = (script, [*flags, "--run_name", run.name], tmp_path, outputs)
         process = FORKS.Process(target=run_script, args=arguments)
         process.start()
-        process.join(moments.uniform(0, 2.0) if killed < 50 else 120)
+        process.join(moments.uniform(0, 2.0) if killed < KILLS else 120)
         while killed % 2 and process.is_alive() and not writing(run):
             time.sleep(0.001)
         if process.exitcode is None:
@@ -92,7 +92,7 @@ def test_killed_at_50_random_moments(train, corpus, tmp_path):
             continue
         assert process.exitcode == 0, outputs[1].read_text()
         runs += 1
-        if killed >= 50:
+        if killed >= KILLS:
             break
     assert in_checkpoints
     whole = train("whole", *EVERY_3, "--max_steps", 40, drop="--checkpoint_every --val_every --max_steps")
@@ -125,6 +125,24 @@ def test_resumed_with_other_micro_batches_and_ranks(train):
         assert [row["step"] for row in metrics(run)] == list(range(3, 9))
 
 
+@pytest.mark.parametrize("number, code", [(signal.SIGTERM, -signal.SIGTERM), (signal.SIGINT, 130)])
+def test_a_signal_during_the_first_step_ends_at_once(tmp_path, corpus, train, number, code):
+    """While it compiles, which takes seconds: there is nothing to save, and the run starts by the same command."""
+    outputs = [tmp_path / "out.txt", tmp_path / "err.txt"]
+    flags = [*TINY, "--data_dir", str(corpus), "--run_name", "compiling", "--compile"]
+    process = FORKS.Process(target=run_script, args=(str(ROOT / "train_gpt2.py"), flags, tmp_path, outputs))
+    process.start()
+    while not outputs[0].exists() or "\nwatch " not in outputs[0].read_text():  # the plan's last line
+        assert process.is_alive(), outputs[1].read_text()
+        time.sleep(0.02)
+    time.sleep(0.5)
+    os.kill(process.pid, number)
+    process.join(10)
+    assert process.exitcode == code and "step     0" not in outputs[0].read_text()
+    assert outputs[1].read_text() == ("interrupted\n" if code == 130 else "")
+    train("compiling")
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP])
 def test_a_signal_saves_and_ends_well(tmp_path, corpus, train, number):
     process = start(tmp_path, "stopped", steps=5000)
@@ -133,13 +151,15 @@ def test_a_signal_saves_and_ends_well(tmp_path, corpus, train, number):
     assert process.returncode == 0, err
     run = tmp_path / "log" / "stopped"
     newest = max(run.glob("checkpoint_??????"))
-    assert f"{number.name}: stopped" in out and "--run_name stopped continues from" in out and newest.name in out
     step = int(newest.name[-6:])
+    assert f"{number.name}: stopped at step {step}; to continue from log/stopped/{newest.name}: " in out
+    assert out.endswith("train_gpt2.py --resume log/stopped\n")
+    assert (run / "curves.png").exists()
     assert len(logged(run)) == step and json.loads((newest / "training.json").read_text())["step"] == step
 
 
 def test_an_output_that_goes_away_is_not_missed():
-    """A full disk under it, a pipe that nobody reads any more, an encoding without the character."""
+    """A full disk under it, a pipe that nobody reads any more, an encoding without the character, a closed one."""
     read, write = os.pipe()
     os.close(read)
     script = "import sys; from common import cli; "
@@ -151,6 +171,10 @@ def test_an_output_that_goes_away_is_not_missed():
         )
         os.close(output)
         assert (done.returncode, done.stderr) == (0, b"end")
+    closed = "import os; from common import cli; cli.run(lambda: (print('step 0'), os._exit(os.dup(1))))"
+    shell = 'exec "$0" -c "$1" <&- >&- 2>&-'
+    code = subprocess.run(["sh", "-c", shell, sys.executable, closed], cwd=ROOT, timeout=60).returncode
+    assert code > 2  # a file opened now is none of the standard streams
 
 
 def test_a_wandb_that_dies_is_not_missed(tmp_path, corpus, monkeypatch):
@@ -162,7 +186,7 @@ def test_a_wandb_that_dies_is_not_missed(tmp_path, corpus, monkeypatch):
     assert any("wandb run failed" in line for line in process.stdout)
     process.send_signal(signal.SIGTERM)
     output, errors = process.communicate(timeout=60)
-    assert process.returncode == 0 and "continues from" in output
+    assert process.returncode == 0 and "to continue from" in output
     assert "wandb run failed" not in output and "Traceback" not in errors
 
 
@@ -226,6 +250,27 @@ def test_a_full_disk_leaves_the_checkpoint_before(tmp_path, corpus, train):
     same(again, whole, 7)
 
 
+def test_a_run_whose_folder_is_deleted_goes_on(tmp_path, corpus):
+    """And keeps its last checkpoint, with which it can be continued."""
+    process = start(tmp_path, "deleted", steps=300)
+    run = tmp_path / "log" / "deleted"
+    run.rename(tmp_path / "away")
+    assert any(
+        "log/deleted, or a log in it, was deleted, moved or unmounted while training" in line for line in process.stdout
+    )
+    assert any("tok/s" in line for line in process.stdout)  # a step that the new folder's log has
+    process.send_signal(signal.SIGTERM)
+    output, errors = process.communicate(timeout=60)
+    assert process.returncode == 1 and "was deleted" not in output and "to continue from log/deleted/" in output
+    assert errors.splitlines()[-1].startswith(
+        "error: log/deleted, or a log in it, was deleted, moved or unmounted while training"
+    )
+    newest = run_folder.checkpoints_of(run)[0]
+    assert (run / "flags.yaml").read_text() == (tmp_path / "away" / "flags.yaml").read_text()
+    assert [row["step"] for row in metrics(run) if "train_loss" in row][-1] == run_folder.step_of(newest) - 1
+    assert load.verify(newest) is None and run_folder.facts_of(run)["finished"] is False
+
+
 def test_a_rank_that_dies_is_replaced(tmp_path, corpus, train):
     whole = train("whole", *EVERY_3, "--max_steps", 24, ranks=2, drop="--checkpoint_every --val_every --max_steps")
     process = start(tmp_path, "restarted", steps=24, ranks=2, launcher=["--max-restarts=4"])
@@ -263,25 +308,31 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(train):
 def test_steps_that_are_not_finite_are_skipped_and_then_end_the_run(train):
     drop = "--lr --max_steps --checkpoint_every"
     good = train("wild", "--lr", 1e-3, "--max_steps", 2, "--checkpoint_every", 1, drop=drop)
-    wild = ("--lr", 1e30, "--grad_clip", 0, "--max_steps", 50, "--max_bad_steps", 4, "--checkpoint_every", 1)
-    done = train("wild", *wild, drop=drop, fails=True)
-    expect_error(done, "4 steps in a row", "the newest checkpoint is log/wild/checkpoint_000003", "--lr")
+    wild = ("--grad_clip", 0, "--max_steps", 50, "--max_bad_steps", 4, "--checkpoint_every", 1, "--keep_checkpoints", 1)
+    done = train("wild", *wild, "--lr", 1e30, drop=drop, fails=True)
+    expect_error(done, "4 steps in a row", "the newest checkpoint is log/wild/checkpoint_000002; try a lower --lr")
     assert done.stdout.count("not finite, skipped") == 4
-    assert max(path.name for path in good.glob("checkpoint_*")) == "checkpoint_000003"  # of the first wild step
+    assert "step     3/50 | the weights are not finite: no checkpoint" in done.stdout
+    done = train("wild", *wild, "--lr", 1e12, drop=drop, fails=True)  # the weights stay finite, their loss does not
+    expect_error(done, "checkpoint_000003, and already the step after it", "--resume log/wild/checkpoint_000002 and a")
+    assert sorted(path.name for path in good.glob("checkpoint_*")) == ["checkpoint_000002", "checkpoint_000003"]
 
 
 def test_a_run_that_ends_with_ruined_weights_fails(train):
     ruined = ("--lr", 1e30, "--grad_clip", 0, "--warmup_steps", 0, "--max_steps", 1, "--checkpoint_every", 1)
-    drop = "--lr --warmup_steps --max_steps --checkpoint_every --val_every"
-    done = train("ruined", *ruined, "--val_every", 1, drop=drop, fails=True)
+    drop = "--lr --warmup_steps --max_steps --checkpoint_every --val_every --sample_every"
+    done = train("ruined", *ruined, "--val_every", 1, "--sample_every", 1, drop=drop, fails=True)
     expect_error(done, "validation loss of step 1 is not finite", "there is no checkpoint", "--lr")
+    assert "sample 0: (the model's logits are not finite" in done.stdout
+    done = train("blind", *ruined, drop="--lr --warmup_steps --max_steps --checkpoint_every", fails=True)
+    expect_error(done, "step 1 is not saved: its loss, gradient or weights are not finite", "there is no checkpoint")
 
 
 @pytest.mark.parametrize(
     "arguments, words",
     [
         (("--resume", "nowhere"), ("nowhere",)),
-        (("--n_layer", 3), ("--n_layer 3", "has 2")),
+        (("--n_layer", 3), ("n_layer is 3, but 2 in", "--resume log/run")),
         (("--seed", 5), ("seed",)),
         (("--resume", "never"), ("already holds a run",)),
     ],
@@ -311,69 +362,3 @@ def test_out_of_memory_says_what_to_lower(capsys):
 
 def test_a_model_that_does_not_fit_says_so(train):
     expect_error(train("wide", "--n_embd", 16777216, drop="--n_embd", fails=True), "out of memory", "use --parallel")
-
-
-def test_what_changed_since_the_checkpoint_is_said(tmp_path):
-    config = Config(lr=1e-3, val_every=7, compile=False)
-    made_by = vars(Config()) | dict(world_size=1)
-    start = resume.Start(tmp_path, dict(step=0, run=made_by), None, None)
-    notes = resume.changed_flags(start, config, 2, flags_that_matter())
-    assert [str(note) for note in notes] == ["lr is 0.001: the checkpoint was made with 0.0006"]
-    growing = dataclasses.replace(config, lr=6e-4, batch_warmup_steps=3)  # then the batch depends on the ranks
-    made_by["batch_warmup_steps"] = 3
-    notes = resume.changed_flags(start, growing, 2, flags_that_matter())
-    assert [str(note) for note in notes] == ["world_size is 2: the checkpoint was made with 1"]
-
-
-def test_a_run_of_an_older_version_continues(train, tmp_path):
-    """Its checkpoint has one step count for all of AdamW's parameters."""
-    with tarfile.open(ROOT / "tests" / "checkpoints" / "old_run.tar.xz") as file:
-        file.extractall(tmp_path, filter="data")
-    old = tmp_path / "old_run"
-    model = "--n_layer 1 --n_head 1 --n_embd 2 --seq_len 8 --total_batch_size 64 --max_steps 6 --lr 1e-2 --val_every 3"
-    drop = "--n_layer --n_head --n_embd --seq_len --total_batch_size --max_steps --lr --val_every"
-    run = train("new", *model.split(), "--val_steps", 1, "--resume", old / "checkpoint_000003", drop=drop)
-    assert logged(run) == pytest.approx(logged(old)[3:], abs=1e-5)
-    assert logged(run, "val") == pytest.approx(logged(old, "val")[1:], abs=1e-4)
-
-
-def test_going_back_sets_the_newer_checkpoints_aside(train):
-    drop = "--checkpoint_every --max_steps"
-    run = train("back", "--checkpoint_every", 1, "--max_steps", 6, "--keep_checkpoints", 9, drop=drop)
-    again = ("--checkpoint_every", 1, "--max_steps", 4, "--keep_checkpoints", 2)
-    train("back", *again, "--resume", run / "checkpoint_000002", drop=drop)
-    names = sorted(path.name for path in run.glob("checkpoint_*"))
-    assert [name for name in names if not name.endswith("abandoned")] == ["checkpoint_000003", "checkpoint_000004"]
-    assert "checkpoint_000006.abandoned" in names
-    assert [row["step"] for row in metrics(run)] == list(range(4))
-
-
-def test_resuming_does_not_write_over_another_run(train):
-    drop = "--checkpoint_every"
-    one, other = (train(name, "--checkpoint_every", 1, drop=drop) for name in ("one", "other"))
-    before = (other / "log.txt").read_text()
-    done = train("other", "--resume", one / "checkpoint_000002", fails=True)
-    expect_error(done, "other already holds a run")
-    assert (other / "log.txt").read_text() == before
-
-
-def test_a_branch_goes_on_by_its_own_command(train):
-    drop = "--checkpoint_every --max_steps"
-    one = train("one", "--checkpoint_every", 1, "--max_steps", 3, drop=drop)
-    arguments = ("--checkpoint_every", 1, "--resume", one / "checkpoint_000002")
-    branch = train("branch", *arguments, "--max_steps", 4, drop=drop)
-    text = (train("branch", *arguments, "--max_steps", 5, drop=drop) / "output.txt").read_text()
-    assert "resumed from log/branch/checkpoint_000004" in text
-    assert [row["step"] for row in metrics(branch)] == [2, 3, 4]
-
-
-def test_torchruns_restart_finds_the_run_that_it_began(tmp_path, monkeypatch):
-    """Not another of its name or number, and not one of an earlier launch."""
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
-    config = Config(log_dir=str(tmp_path))
-    for name, launch, found in (("old", "none-1-1", (None, False)), ("mine", run_folder.launch_id(), ("mine", True))):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "config.json").write_text(json.dumps(dict(launch=launch)))
-        assert resume.existing_run(config) == found
-    named = dataclasses.replace(config, run_name="old", resume="never")
-    assert resume.existing_run(named) == ("old", False)

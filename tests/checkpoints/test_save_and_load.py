@@ -1,14 +1,17 @@
 import json
+import math
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ALONE
+from conftest import ALONE, TINY
 from transformers import AutoTokenizer
 
 from checkpoints import load, resume, save
 from checkpoints.checkpointer import Checkpointer
-from checkpoints.run_folder import checkpoints_of
+from checkpoints.run_folder import checkpoints_of, step_of
 from common.cli import UserError
 from config import Config
 from data.tokenizer import END_OF_TEXT, VOCAB_SIZE, get_tokenizer
@@ -54,6 +57,23 @@ def test_a_checkpoint_appears_whole_or_not_at_all(tmp_path, monkeypatch):
     assert not (tmp_path / "checkpoint_000001").exists()
     write(tmp_path / "checkpoint_000001", model)  # what the failure left is no obstacle
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint_000001"]
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="threads are counted on Linux")
+def test_the_thread_that_writes_starts_no_others(tmp_path):
+    """More threads than cores would slow down the training thread."""
+    model = tiny()
+    tensors = (model.to_hugging_face(), dict(nothing=torch.zeros(1)))
+    threads = lambda: len(list(Path("/proc/self/task").iterdir()))  # noqa: E731
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(int).result()
+        torch.set_num_threads(2)
+        try:
+            before = threads()
+            pool.submit(save.write, tmp_path / "checkpoint_000001", model, tensors, {}).result()
+            assert threads() == before
+        finally:
+            torch.set_num_threads(1)
 
 
 def damage(folder, how):
@@ -105,41 +125,72 @@ def test_damage_is_said_in_one_line(tmp_path, how):
     assert "\n" not in str(error.value)
 
 
-def test_the_newest_and_the_best_stay(tmp_path):
-    """Also past step 999,999; a validation loss may be missing or not finite."""
-    config = Config(run_name="run", log_dir=str(tmp_path), checkpoint_every=1, keep_checkpoints=2, max_steps=10**7)
+def make_checkpointer(log_dir, **flags):
+    """A Checkpointer of a tiny model, and {step: validation loss} of its log."""
+    config = Config(run_name="run", log_dir=str(log_dir), max_steps=10**7, **flags)
     model = tiny()
-    optimizer = make_optimizer(model, config)
-    scaler = torch.amp.GradScaler("cpu", enabled=False)
+    optimizer, scaler = make_optimizer(model, config), torch.amp.GradScaler("cpu", enabled=False)
     trainer = SimpleNamespace(config=config, distributed=ALONE, model=model, optimizer=optimizer, scaler=scaler)
     loader = SimpleNamespace(state=lambda: dict(position=0, total=1, seed=1, shuffle=True))
-    log = SimpleNamespace(facts={}, val_losses={}, flush=lambda step: None)
-    checkpointer = Checkpointer(trainer, loader, log, 0)
+    log = SimpleNamespace(facts={}, val_losses={}, flush=lambda: None)
+    return Checkpointer(trainer, loader, {}, log, 0), log.val_losses
+
+
+def test_the_newest_and_the_best_stay(tmp_path):
+    """Also past step 999,999; a validation loss may be missing or not finite."""
+    checkpointer, val_losses = make_checkpointer(tmp_path, checkpoint_every=1, keep_checkpoints=2)
     losses = {999_998: 5.0, 999_999: 3.0, 1_000_000: 4.0, 1_000_001: None, 1_000_002: float("nan")}
     for step, loss in losses.items():
         checkpointer.save_if_due(step, 0, healthy=True, last=False)
         checkpointer.wait()
         if loss is not None:
-            log.val_losses[step] = loss  # evaluated after it is saved
+            val_losses[step] = loss  # evaluated after it is saved
     names = [path.name for path in checkpoints_of(tmp_path / "run")]
     assert names == ["checkpoint_1000002", "checkpoint_1000001", "checkpoint_999999"]
 
 
-def test_a_checkpoint_waits_for_a_finite_step(tmp_path):
-    config = Config(run_name="run", log_dir=str(tmp_path), checkpoint_every=2)
-    model = tiny()
-    scaler = torch.amp.GradScaler("cpu", enabled=False)
-    trainer = SimpleNamespace(
-        config=config, distributed=ALONE, model=model, optimizer=make_optimizer(model, config), scaler=scaler
-    )
-    loader = SimpleNamespace(state=lambda: dict(position=0, total=1, seed=1, shuffle=True))
-    checkpointer = Checkpointer(trainer, loader, SimpleNamespace(facts={}, val_losses={}, flush=lambda step: None), 0)
+def test_on_a_full_disk_the_next_to_be_pruned_makes_room(small_disk, capsys):
+    """The oldest, and never the newest."""
+    disk = small_disk(27)  # two checkpoints have 22 MB
+    (disk / "filler").write_bytes(bytes(11 * 2**20))
+    checkpointer, val_losses = make_checkpointer(disk, checkpoint_every=1, keep_checkpoints=3)
     saved = []
-    for step, healthy in ((0, True), (1, True), (2, False), (3, False), (4, True), (5, True)):
+    for step, loss in enumerate((3.0, 5.0, 4.0, 2.0, 1.0), 1):
+        if step == 3:
+            (disk / "filler").unlink()
+        checkpointer.save_if_due(step, 0, healthy=True, last=False)
+        checkpointer.wait()
+        val_losses[step] = loss
+        saved.append([step_of(path) for path in checkpoints_of(disk / "run")])
+    assert saved == [[1], [1], [3, 1], [4, 3], [5, 4]]
+    out = capsys.readouterr().out
+    assert out.count("the checkpoint was not written (") == 1 and out.count("makes room") == 2
+
+
+def test_on_a_full_disk_all_ranks_write_again(small_disk, command, corpus):
+    """Of a sharded run without a name, which all ranks know."""
+    disk = small_disk(50)  # two checkpoints have 41 MB
+    flags = [*TINY, "--data_dir", corpus, "--log_dir", disk, "--parallel", "zero3", "--checkpoint_every", 1]
+    done = command("train_gpt2.py", *flags, ranks=2)
+    assert done.returncode == 0, done.stderr
+    (run,) = (path for path in disk.iterdir())
+    assert [step_of(path) for path in checkpoints_of(run)] == [3, 2]
+    assert done.stdout.count("makes room") == 1
+
+
+def test_a_checkpoint_waits_for_a_finite_step(tmp_path, capsys):
+    """And for finite weights."""
+    checkpointer, _ = make_checkpointer(tmp_path, checkpoint_every=2)
+    saved, weight = [], checkpointer.model.transformer.h[1].mlp.c_fc.bias
+    steps = ((0, 1, 0), (1, 1, 0), (2, 0, 0), (3, 0, 0), (4, 1, math.nan), (5, 1, math.inf), (6, 1, 0))
+    for step, healthy, value in steps:
+        weight.data[3] = value
         checkpointer.save_if_due(step, 0, healthy, last=False)
         checkpointer.wait()
-        saved.append([path.name for path in checkpoints_of(tmp_path / "run")][:1])
-    assert saved == [[], [], [], [], ["checkpoint_000004"], ["checkpoint_000004"]]
+        saved.append([path.name for path in checkpoints_of(tmp_path / "run")])
+    assert saved == [[], [], [], [], [], [], ["checkpoint_000006"]]
+    out = capsys.readouterr().out
+    assert "step     4/10000000 | the weights are not finite: no checkpoint\n" in out
 
 
 class Momentum(torch.optim.Optimizer):
@@ -182,5 +233,5 @@ def test_the_state_of_any_optimizer_is_restored(tmp_path, make):
     assert restored.keys() == state.keys() and all(torch.equal(restored[name], state[name]) for name in state)
     wrong = torch.optim.SGD(model.parameters(), momentum=0.9)
     allocate_state(wrong)
-    with pytest.raises(UserError, match="another optimizer wrote it"):
+    with pytest.raises(UserError, match="another model or optimizer wrote it"):
         resume.restore(start, model, wrong, scaler, loader, ALONE)

@@ -1,3 +1,6 @@
+import itertools
+import threading
+
 import pytest
 
 from common.cli import UserError
@@ -5,12 +8,20 @@ from data import demo
 from data.shards import open_shards
 
 
-def test_the_corpus_is_deterministic(tmp_path, capsys):
-    for name in ("one", "two"):
-        demo.make_data(tmp_path / name)
+def test_the_corpus_is_deterministic(tmp_path, capsys, monkeypatch):
+    """Also if two processes make it at once. Threads stand for them: each opens the lock's file itself."""
+    documents = demo.read_documents
+    monkeypatch.setattr(demo, "read_documents", lambda: itertools.islice(documents(), 120))
+    demo.make_data(tmp_path / "one")
     assert "train_000001.npy" in capsys.readouterr().out
-    for split, at_least in (("val", 20_000), ("train", 200_000)):
-        one, two = (open_shards(tmp_path / name, split)[0] for name in ("one", "two"))
+    threads = [threading.Thread(target=demo.make_data, args=(tmp_path / "two",)) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert capsys.readouterr().out.count("demo corpus") == 2  # one train, one val
+    for split, at_least in (("val", 2_000), ("train", 20_000)):
+        one, two = (open_shards(tmp_path / name, split)[0][:] for name in ("one", "two"))
         assert len(one) > at_least and (one == two).all()
     demo.make_data(tmp_path / "one")
     assert capsys.readouterr().out == ""  # both shards exist

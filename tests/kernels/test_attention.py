@@ -10,7 +10,7 @@ from model import GPT, GPTConfig
 cudnn = pytest.importorskip("cudnn", reason="needs nvidia-cudnn-frontend")
 from kernels import attention  # noqa: E402
 
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 
 
 def loss_and_gradients(x, y, **options):

@@ -43,7 +43,7 @@ def error(one, other):
 
 @pytest.mark.parametrize("keep_gelu", [True, False])
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-6), (torch.bfloat16, 5e-3), (torch.float16, 1e-3)])
-@pytest.mark.parametrize("N, C, D", [(1, 16, 64), (13, 16, 64), (131, 64, 256), (257, 33, 77), (512, 768, 3072)])
+@pytest.mark.parametrize("N, C, D", [(1, 16, 64), (13, 16, 64), (131, 64, 256), (257, 33, 77), (64, 768, 3072)])
 def test_values_and_gradients(N, C, D, dtype, tolerance, keep_gelu):
     tensors = inputs(N, C, dtype, D)
     found = output_and_gradients(lambda *given: fused(*given, keep_gelu), tensors, dtype)

@@ -3,6 +3,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from common.cli import python_command
 from config import Config
 from model import GPT, GPTConfig
 from observe.plan import print_plan, print_summary, tokens_to_train
@@ -18,7 +19,7 @@ STREAMS = [SimpleNamespace(shards=range(3), total=10240), SimpleNamespace(shards
 
 def make_log(tmp_path, resumed=None, training=None, world_size=2, **flags):
     config = Config(log_dir=str(tmp_path), run_name="run", wandb="disabled", device="cpu", **TINY | flags)
-    return config, RunLog(config, CPU, world_size, 1e9, resumed, training)
+    return config, RunLog(config, config, CPU, world_size, 1e9, resumed, training)
 
 
 def plan(capsys, config, log, world_size, notes=(), step=0, tokens=0, hellaswag=None, switches=None):
@@ -26,7 +27,7 @@ def plan(capsys, config, log, world_size, notes=(), step=0, tokens=0, hellaswag=
     with torch.device("meta"):
         model = GPT(GPTConfig(**sizes))
     trainer = SimpleNamespace(config=config, model=model, distributed=Distributed(0, world_size, CPU))
-    start = SimpleNamespace(resumed=None, step=step, tokens=tokens)
+    start = SimpleNamespace(resumed=None, weights=None, step=step, tokens=tokens)
     switches = switches or {"tf32": True}
     print_plan(trainer, notes, start, *STREAMS, hellaswag, log, switches)
     lines = capsys.readouterr().out.splitlines()
@@ -37,7 +38,12 @@ def plan(capsys, config, log, world_size, notes=(), step=0, tokens=0, hellaswag=
 def test_the_plan(tmp_path, capsys):
     config, log = make_log(tmp_path, peak_tflops=10.0, total_batch_size=1024)
     items = SimpleNamespace(labels=range(10042))
-    notes = [Note("fp8", False, "it is for NVIDIA GPUs, this is cpu"), "a line"]
+    notes = [
+        Note("tf32", False, "no GPU"),
+        Note("micro_batch_size", 4, "it fits"),
+        Note("compile", False, "no compiler"),
+        Note("fp8", False, "no GPU"),
+    ]
     switches = {"tf32": True, "compile": False, "flash": True, "autocast bf16": True, "fp8": False}
     lines = plan(capsys, config, log, 2, notes, hellaswag=items, switches=switches)
     parameters = 50257 * 32 + 32 * 32 + 2 * (12 * 32 * 32 + 13 * 32) + 2 * 32
@@ -47,15 +53,17 @@ def test_the_plan(tmp_path, capsys):
         ("init", "scratch, seed 1337"),
         ("batch", "1,024 tokens = 4 sequences × 32 tokens × 4 accumulated × 2 ranks"),
         ("parallel", "ddp"),
+        ("recipe", "adamw, lr 0.0006, 715 warm-up steps, then cosine"),
         ("training", "10 steps, 10,240 tokens, 1.00 epochs"),
         ("on", "tf32, flash, autocast bf16 (off: compile, fp8)"),
-        ("data", "edu_fineweb10B: 3 train shards, 10,240 tokens; 1 val, 500 tokens"),
+        ("data", "edu_fineweb10B: 3 train shards, 10,240 tokens; 1 val, 480 of 500 tokens"),
         ("HellaSwag", "10,042 items"),
         ("MFU", "relative to 10 TFLOP/s a device"),
         ("log", f"{tmp_path}/run/"),
         ("watch", f"{tmp_path}/run/metrics.jsonl"),
-        ("note", "fp8 is off: it is for NVIDIA GPUs, this is cpu"),
-        ("note", "a line"),
+        ("note", "off: tf32, fp8: no GPU"),
+        ("note", "micro_batch_size is 4: it fits"),
+        ("note", "compile is off: no compiler"),
     ]
 
 
@@ -83,22 +91,26 @@ def test_the_summary(tmp_path, capsys):
     for step, loss in ((0, 10.0), (4, 7.5), (8, 6.25)):
         log.validation(step, 100 * step, loss, seconds=1.0)
     capsys.readouterr()
-    print_summary(config, log, 12345)
+    (log.folder / "checkpoint_000008").mkdir()
+    print_summary(config, log, 12345, log.folder / "curves.png")
     out = capsys.readouterr().out.splitlines()
     assert out[0] == "validation loss 10.0000 -> 6.2500 in 8 steps; 12,345 tokens in all"
     assert out[1].startswith("peak memory ") and out[1].endswith(" GB")
-    assert out[2] == (
-        f"log: {tmp_path}/run/ (log.txt, metrics.jsonl, config.json); watch: {tmp_path}/run/metrics.jsonl"
-    )
-    assert out[3].startswith("Next: `python fineweb.py`") and "--help" in out[4] and len(out) == 5
+    assert out[2:5] == [
+        f"log: {tmp_path}/run/ (log.txt, metrics.jsonl, config.json, flags.yaml)",
+        f"curves: {tmp_path}/run/curves.png",
+        f"watch: {tmp_path}/run/metrics.jsonl",
+    ]
+    sample = python_command("sample.py", log.folder, "--prompt", "Hello, my name is")
+    assert out[5] == f"Next: {sample}"
+    assert ["fineweb.py" in line and line.startswith("Next, ") for line in out[6:]] == [True, True]
+    (log.folder / "checkpoint_000008").rmdir()
     log.close(finished=False)
 
     config, log = make_log(tmp_path, tmp_path / "run" / "checkpoint_000006", dict(step=6))
     log.validation(6, 600, 7.0, seconds=1.0)
     capsys.readouterr()
-    print_summary(config, log, 12345)
+    print_summary(config, log, 12345, None)
     out = capsys.readouterr().out
-    assert "validation loss" not in out and "Next" not in out  # one evaluation in this process, which is no demo
-    log.validation(8, 800, 6.0, seconds=1.0)
-    print_summary(config, log, 12345)
-    assert "validation loss 7.0000 -> 6.0000 in 2 steps" in capsys.readouterr().out
+    assert out.startswith("validation loss 10.0000 -> 7.0000 in 6 steps; 12,345 tokens in all\n")  # of the whole run
+    assert "Next" not in out

@@ -4,6 +4,7 @@ from collections import Counter
 import pytest
 from conftest import expect_error
 
+from common.cli import UserError
 from observe import figures, profiler
 
 
@@ -32,6 +33,8 @@ def test_seconds_by_category():
     assert total == pytest.approx(200e-6)
     expected = {"matrix products": 70, "communication": 20, "attention": 20, "copies": 10, "optimizer": 10, "idle": 70}
     assert {category: s * 1e6 for category, s in seconds.items()} == pytest.approx(expected)
+    with pytest.raises(UserError, match="no GPU kernel"):
+        profiler.gpu_seconds(events[:4])
 
 
 @pytest.mark.parametrize(
@@ -78,6 +81,7 @@ def test_a_profiled_run(train):
     assert {"ProfilerStep#5", "ProfilerStep#6"} < names and "ProfilerStep#4" not in names
     output = (run / "output.txt").read_text()
     assert "profile of 2 steps" in output and "https://ui.perfetto.dev" in output and "step     6/7" in output
+    assert "profiler_start" not in output  # Kineto's own log
 
 
 def test_too_few_steps_to_profile(train):

@@ -1,5 +1,9 @@
+import subprocess
+
+import pytest
 import torch
 
+from common.cli import UserError
 from config import Config
 from observe.run_log import RunLog
 
@@ -7,7 +11,8 @@ CPU = torch.device("cpu")
 
 
 def make_log(tmp_path, **flags):
-    return RunLog(Config(log_dir=str(tmp_path), run_name="run", **flags), CPU, 1, 1e9)
+    config = Config(log_dir=str(tmp_path), run_name="run", **flags)
+    return RunLog(config, config, CPU, 1, 1e9)
 
 
 def train_step(log, step, loss):
@@ -26,17 +31,19 @@ def test_offline_needs_no_login_and_records_everything(tmp_path, monkeypatch):
     log = make_log(tmp_path, wandb="auto")
     train_step(log, 0, 3.0)
     log.validation(1, 100, 3.0, seconds=1.0)
-    log.hellaswag(1, 100, 0.2, 0.25, seconds=1.0)
+    log.hellaswag(1, 100, 0.2, 0.25, items=64, seconds=1.0)
     log.samples(1, 100, ["Hello"])
     run = log.wandb.run
-    assert run is not None and log.where_to_watch().startswith("wandb leet ")
+    assert run is not None and f"-m wandb leet {tmp_path}/run/wandb (upload: " in log.where_to_watch()
     assert run.config["lr"] == 6e-4 and "torch" in run.config
     train_step(log, 2, 2.0)
     summary = run.summary
-    assert summary["train/loss"] == 2.0 and summary["by_tokens/train_loss"] == 2.0 and summary["tokens"] == 300
-    assert summary["eval/val_loss"] == summary["by_tokens/val_loss"] == 3.0
-    assert summary["eval/hellaswag_acc"] == 0.2 and summary["by_tokens/hellaswag_acc_norm"] == 0.25
-    assert summary["train/step_ms"] == 500 and {"samples", "train/mfu"} & set(summary.keys()) == {"samples"}
+    assert summary["train/loss"] == summary["loss/train"] == 2.0 and summary["tokens"] == 300
+    assert summary["val/loss"] == summary["loss/val"] == 3.0
+    assert summary["val/hellaswag_acc"] == 0.2 and summary["val/hellaswag_acc_norm"] == 0.25
+    assert summary["train/step_ms"] == 500 and "train/mfu" not in summary.keys()
+    panels = sorted(name for name in summary.keys() if name[0] != "_" and name not in ("step", "tokens"))
+    assert panels[:2] == ["loss/train", "loss/val"] and "val/samples" in panels
     log.close()
     assert list((tmp_path / "run" / "wandb").glob("offline-run-*/*.wandb"))
 
@@ -102,28 +109,37 @@ def test_without_a_network_it_goes_offline(tmp_path, monkeypatch, capsys):
     log.close()
 
 
-def test_without_a_login_it_goes_offline(tmp_path, monkeypatch, capsys):
+def test_without_a_login_it_goes_offline_or_says_so(tmp_path, monkeypatch, capsys):
     import wandb
 
     monkeypatch.delenv("WANDB_MODE", raising=False)
     monkeypatch.setattr(wandb, "login", lambda prompt: prompt)  # it never asks
-    for choice, lines in (("online", 1), ("auto", 0)):
-        log = make_log(tmp_path / choice, wandb=choice)
-        assert log.wandb.run.offline and capsys.readouterr().out.count("wandb is not logged in") == lines
-        log.close()
+    log = make_log(tmp_path, wandb="auto")
+    assert log.wandb.run.offline and "wandb" not in capsys.readouterr().out
+    log.close()
+    with pytest.raises(UserError, match="not logged in.*-m wandb login.*--wandb offline"):
+        make_log(tmp_path / "online", wandb="online")
+    monkeypatch.setattr(wandb, "login", fail(wandb.errors.AuthenticationError("API key is not valid")))
+    with pytest.raises(UserError, match="API key is not valid"):
+        make_log(tmp_path / "online", wandb="online")
+    assert not (tmp_path / "online").exists()
 
 
 def test_a_resumed_run_keeps_its_page(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.chdir(tmp_path)  # the command is printed for the current folder
     log = make_log(tmp_path)
     facts = log.facts
     assert facts["wandb_id"] == log.wandb.run.id
     log.close(finished=False)
     config = Config(log_dir=str(tmp_path), run_name="run")
     checkpoint = tmp_path / "run" / "checkpoint_000002"
-    log = RunLog(config, CPU, 1, 1e9, checkpoint, dict(step=2, run=facts))
+    log = RunLog(config, config, CPU, 1, 1e9, checkpoint, dict(step=2, run=facts))
     assert log.wandb.run.id == facts["wandb_id"]
     log.close(finished=False)
-    log = RunLog(config, CPU, 1, 1e9)  # a new run
+    upload = log.where_to_watch().partition("(upload: ")[2].rstrip(")")
+    said = subprocess.run(f"{upload} --dry-run", shell=True, capture_output=True, text=True).stderr
+    assert "Would sync 2 run(s)" in said and said.index("offline-run-") < said.rindex("offline-run-"), said
+    log = RunLog(config, config, CPU, 1, 1e9)  # a new run
     assert log.wandb.run.id != facts["wandb_id"]
     log.close()

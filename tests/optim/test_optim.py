@@ -5,7 +5,7 @@ import torch
 
 from config import Config
 from model import GPT, GPTConfig
-from optim.optimizer import make_optimizer
+from optim.optimizer import make_optimizer, named_state, update_if_finite
 from optim.schedules import accumulation_steps, learning_rate
 
 
@@ -16,28 +16,37 @@ def tiny():
 
 def test_cosine_schedule_at_its_corners():
     config = Config(lr=1e-3, warmup_steps=10, max_steps=110, min_lr_ratio=0.1)
-    assert learning_rate(0, config) == pytest.approx(1e-4)
-    assert learning_rate(9, config) == pytest.approx(1e-3)
-    assert learning_rate(10, config) == pytest.approx(1e-3)
-    assert learning_rate(60, config) == pytest.approx(1e-4 + 0.5 * 9e-4)  # half way, half down
-    assert learning_rate(110, config) == learning_rate(1000, config) == pytest.approx(1e-4)
-    rates = [learning_rate(step, config) for step in range(10, 111)]
+    assert learning_rate(0, config, config.lr) == pytest.approx(1e-4)
+    assert learning_rate(9, config, config.lr) == pytest.approx(1e-3)
+    assert learning_rate(10, config, config.lr) == pytest.approx(1e-3)
+    assert learning_rate(60, config, config.lr) == pytest.approx(1e-4 + 0.5 * 9e-4)  # half way, half down
+    assert learning_rate(110, config, config.lr) == learning_rate(1000, config, config.lr) == pytest.approx(1e-4)
+    rates = [learning_rate(step, config, config.lr) for step in range(10, 111)]
     assert rates == sorted(rates, reverse=True)
 
 
 def test_constant_schedule_and_none_at_all():
     config = Config(lr=1e-3, warmup_steps=10, max_steps=110, lr_schedule="constant")
-    assert learning_rate(4, config) == pytest.approx(5e-4)
-    assert learning_rate(10, config) == learning_rate(109, config) == 1e-3
+    assert learning_rate(4, config, config.lr) == pytest.approx(5e-4)
+    assert learning_rate(10, config, config.lr) == learning_rate(109, config, config.lr) == 1e-3
     config.warmup_steps = 0
-    assert learning_rate(0, config) == 1e-3
+    assert learning_rate(0, config, config.lr) == 1e-3
+
+
+def test_linear_decay_and_a_cooldown():
+    config = Config(warmup_steps=10, max_steps=110, lr_schedule="linear", min_lr_ratio=0.0)
+    assert [learning_rate(step, config, 1.0) for step in (9, 10, 60, 110)] == pytest.approx([1, 1, 0.5, 0])
+    config = Config(warmup_steps=10, max_steps=100, lr_schedule="wsd", cooldown_ratio=0.4, min_lr_ratio=0.1)
+    assert [learning_rate(step, config, 1.0) for step in (10, 60, 80, 100)] == pytest.approx([1, 1, 0.55, 0.1])
+    config.cooldown_ratio = 1.0  # it begins after the warm-up
+    assert learning_rate(55, config, 1.0) == pytest.approx(0.55)
 
 
 def test_gpt3s_own_numbers_are_the_defaults():
     config = Config()
     assert config.warmup_steps * config.total_batch_size == pytest.approx(375e6, rel=0.001)
     assert config.max_steps * config.total_batch_size == pytest.approx(10e9, rel=0.001)
-    assert learning_rate(config.max_steps, config) == pytest.approx(6e-5)
+    assert learning_rate(config.max_steps, config, config.lr) == pytest.approx(6e-5)
 
 
 def test_the_batch_grows_to_its_full_size():
@@ -73,6 +82,26 @@ def test_fused_adamw_is_adamw():
     for name, weight in models[0].state_dict().items():
         torch.testing.assert_close(weight, models[1].state_dict()[name], rtol=1e-4, atol=1e-5)
         assert not torch.equal(weight, start[name])
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("scaled", [True, False])
+def test_a_bad_step_changes_nothing(fused, scaled):
+    model = tiny()
+    optimizer = make_optimizer(model, Config(fused_adamw=fused))
+    scaler = torch.amp.GradScaler("cpu", enabled=scaled)
+    for bad in (float("nan"), float("inf"), 1.0):
+        before = {name: weight.clone() for name, weight in model.state_dict().items()}
+        for parameter in model.parameters():
+            parameter.grad = torch.full_like(parameter, bad)
+        scaler.scale(torch.ones(()))
+        scaler.unscale_(optimizer)
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        update_if_finite(optimizer, scaler, norm)
+        changed = [name for name, weight in model.state_dict().items() if not torch.equal(weight, before[name])]
+        assert len(changed) == (len(before) if bad == 1 else 0)
+        steps = {value.item() for key, value in named_state(model, optimizer).items() if key.startswith("step.")}
+        assert steps == {float(bad == 1)}
 
 
 def test_adamw_by_hand():

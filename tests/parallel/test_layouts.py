@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from conftest import ALONE, ROOT, TINY, expect_error, free_port, logged, make_items, metrics
+from conftest import ALONE, expect_error, logged, make_items, metrics
 from torch._dynamo.testing import CompileCounter
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -17,34 +17,6 @@ from optim.optimizer import make_optimizer
 from optimizations import saved_operators
 from parallel import fsdp
 from parallel.activation_checkpointing import checkpoint_activations
-
-# Trains once for each list of arguments, in the same processes
-SEVERAL = """
-import json, os, sys
-import train_gpt2
-from checkpoints import pieces
-pieces.FILE_BYTES = 100_000  # several files a rank
-for port, arguments in json.load(open(sys.argv[1])):
-    os.environ["MASTER_PORT"] = str(port)
-    sys.argv = ["train_gpt2.py", *arguments]
-    train_gpt2.main()
-"""
-
-
-@pytest.fixture
-def train_several(command, corpus, tmp_path, monkeypatch):
-    """Train tiny GPT-2s on so many ranks, {run's name: flags}; returns their folders."""
-
-    def call(ranks, runs):
-        (tmp_path / "several.py").write_text(SEVERAL)
-        flags = [[*TINY, "--data_dir", str(corpus), "--run_name", name, *map(str, runs[name])] for name in runs]
-        (tmp_path / "runs.json").write_text(json.dumps([(free_port(), each) for each in flags]))
-        monkeypatch.setenv("PYTHONPATH", str(ROOT))
-        done = command(tmp_path / "several.py", "runs.json", ranks=ranks)
-        assert done.returncode == 0, done.stdout + done.stderr
-        return [tmp_path / "log" / name for name in runs]
-
-    return call
 
 
 def weights(folder):
@@ -98,6 +70,7 @@ def test_every_layout_trains_and_resumes_as_one_rank_does(train, train_several, 
     for run in runs[4:]:
         assert_same(run, whole, steps=2)
     assert not (runs[2] / "checkpoint_000002" / "model.safetensors").exists()  # in pieces
+    assert "export.py log/zero3/checkpoint_000002 " in (runs[2] / "checkpoint_000002" / "README.md").read_text()
     assert len(list((runs[2] / "checkpoint_000002").glob("shard-00001-*"))) > 2
     samples = [[row["samples"] for row in metrics(run) if "samples" in row] for run in (whole, *runs)]
     assert all(mine == samples[0][-len(mine) :] and mine for mine in samples)

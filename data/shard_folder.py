@@ -1,0 +1,168 @@
+"""The folder that fineweb.py fills with shards: file names, progress, manifest; an interrupted call continues."""
+
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+from tqdm import tqdm
+
+from common.cli import UserError
+from common.files import digest, lock, write_json
+from data.shards import (
+    BLOCK,
+    FINEWEB,
+    FINEWEB_EDU,
+    MANIFEST,
+    UNFINISHED,
+    list_shards,
+    manifest_entry,
+    open_shard,
+    read_manifest,
+    read_with_entries,
+    write_shard,
+)
+
+
+def split_into_shards(chunks, shard_size, skip=0):
+    """Cut chunks of tokens into shards; yields (tokens, state, skip) for each shard. The last shard may be shorter.
+
+    chunks: an iterable of (state, tokens), where `state` says how to read the same chunk again.
+    skip: leave out so many tokens of the first chunk.
+    The yielded state and skip are the arguments that continue with the next shard: the next shard begins `skip` tokens
+    into the chunk of that state. After the last shard the state is None.
+    """
+    shard, filled = np.empty(shard_size, dtype=np.uint16), 0
+    for state, chunk in chunks:
+        while skip < len(chunk):
+            n = min(shard_size - filled, len(chunk) - skip)
+            shard[filled : filled + n] = chunk[skip : skip + n]
+            skip += n
+            filled += n
+            if filled == shard_size:
+                yield shard, state, skip
+                shard, filled = np.empty(shard_size, dtype=np.uint16), 0
+        skip -= len(chunk)
+    if filled:
+        yield shard[:filled], None, 0
+
+
+class ShardFolder:
+    """The folder that fineweb.py fills: file names, progress, manifest.
+
+    Progress is a dictionary: the flags and the source of the documents, which a continued call must share; the
+    manifest's entries of the shards so far; and the state and skip (see split_into_shards) of the next shard.
+    """
+
+    def __init__(self, path, part=None):
+        """part: (i, n) for part i of n. A part has no validation shard, and training does not open its files."""
+        tag = f"part{part[0]}of{part[1]}" if part else None
+        self.path = Path(path)
+        self.splits = [tag] if part else ["val", "train"]
+        self.unfinished = self.path / (f"{tag}.{UNFINISHED}" if part else UNFINISHED)
+        self.manifest = self.path / (f"{tag}.json" if part else MANIFEST)
+        self._lock = self.path / (f"{tag}.lock" if part else "lock")
+
+    def shard_path(self, index, source):
+        """The path of a shard of a manifest's source. Shard 0 is validation, all others are training."""
+        name = {FINEWEB_EDU: "edufineweb", FINEWEB: "fineweb"}.get(source.get("dataset"), "text")
+        return self.path / f"{name}_{self.splits[0] if index == 0 else self.splits[-1]}_{index:06d}.npy"
+
+    def shard_paths(self):
+        """The shards that exist, sorted by name."""
+        return sorted(path for split in self.splits for path in list_shards(self.path, split))
+
+    def lock(self):
+        """Create the folder if needed and lock it, or this part of it: returns a file that holds the lock until closed.
+
+        Raises UserError if another process holds the lock; OSError.
+        """
+        self.path.mkdir(parents=True, exist_ok=True)
+        return lock(self._lock, f"{self.path} is being written by another process: wait for it or choose another --out")
+
+    def read_progress(self):
+        """The progress of an interrupted call, or None in a new folder. Raises UserError if the folder is complete."""
+        if not self.unfinished.exists():
+            if existing := self.shard_paths():
+                raise UserError(
+                    f"{self.path} already holds {len(existing)} shards: choose another --out, or delete them"
+                )
+            return None
+        try:
+            progress = read_with_entries(self.unfinished, flags=dict, source=dict, state=list | None, skip=int)
+            position = [*(progress["state"] or []), progress["skip"]]
+            if not all(isinstance(number, int) and number >= 0 for number in position):
+                raise ValueError("state or skip is impossible")
+            for entry in progress["shards"]:
+                if len(open_shard(self.path / entry["name"])) != entry["tokens"]:
+                    raise ValueError(f"{entry['name']} does not have {entry['tokens']} tokens")
+            return progress
+        except ValueError as error:
+            raise UserError(f"{self.unfinished} is damaged ({error}): delete {self.path} and start again") from error
+        except OSError as error:
+            raise UserError(f"cannot read {self.unfinished}: {error.strerror}; choose another --out") from error
+
+    def write_progress(self, progress):
+        """Write progress, which marks the folder as not complete. Raises OSError."""
+        write_json(self.unfinished, progress)
+
+    def add_shard(self, tokens, progress):
+        """Write the next shard, then the progress with its entry, which is returned. Raises OSError."""
+        path = self.shard_path(len(progress["shards"]), progress["source"])
+        write_shard(path, tokens)
+        progress = progress | dict(shards=[*progress["shards"], manifest_entry(path)])
+        self.write_progress(progress)
+        return progress
+
+    def cut_again(self, progress, shard_size):
+        """Replace all shards by others of `shard_size` tokens; returns the progress with their entries. Raises OSError.
+
+        A call that is interrupted meanwhile starts over.
+        """
+        shards = [open_shard(self.path / entry["name"]) for entry in progress["shards"]]  # readable once replaced
+        self.write_progress(progress | dict(shards=[], state=None, skip=0))
+        chunks = ((None, shard[start : start + BLOCK]) for shard in shards for start in range(0, len(shard), BLOCK))
+        entries = []
+        for tokens, _, _ in split_into_shards(chunks, shard_size):
+            path = self.shard_path(len(entries), progress["source"])
+            write_shard(path, tokens)
+            entries.append(manifest_entry(path))
+        return progress | dict(shards=entries)
+
+    def finish(self, progress):
+        """Write the manifest, remove the progress and the lock's file. Raises OSError."""
+        write_json(self.manifest, dict(source=progress["source"], shards=progress["shards"]))
+        self.unfinished.unlink()
+        self._lock.unlink()  # a process that has opened it finds a complete folder
+
+    def delete_shards(self):
+        """Delete all shards, the progress and the lock's file."""
+        for path in [*self.shard_paths(), self.unfinished, self._lock]:
+            path.unlink(missing_ok=True)
+
+    def verify(self):
+        """Compare the SHA-256 of every file with the manifest, which is returned.
+
+        Raises UserError for the first file that differs, is missing or is not listed.
+        """
+        manifest = read_manifest(self.manifest)
+        entries = {entry["name"]: entry for entry in manifest["shards"]}
+        if unlisted := [path for path in self.shard_paths() if path.name not in entries]:
+            raise UserError(f"{unlisted[0]} is not in {self.manifest.name}: delete it")
+
+        def check(name):
+            try:
+                sha256 = digest(self.path / name)
+            except OSError as error:
+                raise UserError(f"{self.path / name}: {error.strerror}; make the shards again") from error
+            if sha256 != entries[name]["sha256"]:
+                raise UserError(
+                    f"{self.path / name} is damaged: its SHA-256 is not the one in {self.manifest.name}; make the "
+                    "shards again"
+                )
+            return entries[name]["tokens"]
+
+        total = sum(entry["tokens"] for entry in manifest["shards"])
+        with ThreadPoolExecutor() as pool, tqdm(total=total, unit="tok", unit_scale=True, desc=str(self.path)) as bar:
+            for tokens in pool.map(check, entries):
+                bar.update(tokens)
+        return manifest

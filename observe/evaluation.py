@@ -1,0 +1,54 @@
+"""The batches of an evaluation, the validation loss, and how many HellaSwag items a slow device evaluates."""
+
+import torch
+
+from common.cli import Note
+from common.progress import progress
+from common.signals import Stopped
+
+SLOW_DEVICE_ITEMS = 32  # GPT-2 124M takes 0.3 s an item on two CPU cores, 50 minutes for all
+
+
+def limit_hellaswag(config, notes):
+    """Set hellaswag_limit, in place, on a device that would take long for all items."""
+    if config.hellaswag_every and config.hellaswag_limit is None and config.device != "cuda":
+        config.hellaswag_limit = SLOW_DEVICE_ITEMS
+        reason = f"the default on {config.device}, where all 10,042 items take minutes or hours"
+        notes.append(Note("hellaswag_limit", config.hellaswag_limit, reason))
+
+
+def batches_of_rank(batches, title, distributed, stop_signal=None):
+    """Yield this rank's share of a sequence of batches, under a progress bar.
+
+    stop_signal: a StopSignal on every rank, or None on every rank. If one of them has received a signal, all ranks
+    raise Stopped, after the same number of batches.
+    """
+    alone = distributed.world_size == 1
+    for first in progress(range(0, len(batches), distributed.world_size), title):
+        if stop_signal and not alone:
+            # the all-reduce is queued before the batch, so a GPU computes the batch while the host reads the result
+            agreed = distributed.begin_all_reduce(bool(stop_signal.name))
+        if first + distributed.rank < len(batches):
+            yield batches[first + distributed.rank]
+        if stop_signal and (stop_signal.name if alone else agreed()[0]):
+            raise Stopped
+
+
+@torch.no_grad()
+def validation_loss(losses_of, stream, config, distributed, stop_signal=None):
+    """Mean loss over the first val_tokens of the stream, or over all, in whole sequences and at least one.
+
+    The tokens are the same for any batch size, micro-batch size and number of ranks. Raises Stopped as batches_of_rank.
+    """
+    B, T, device = config.micro_batch_size, config.seq_len, distributed.device
+    sequences = max(1, min(config.val_tokens, stream.total - 1) // T)
+    sums = []
+    for first in batches_of_rank(range(0, sequences, B), "validation", distributed, stop_signal):
+        n = min(B, sequences - first)
+        tokens = torch.from_numpy(stream.read(first * T, n * T + 1)).to(device).long()
+        x = torch.zeros((B, T), dtype=torch.long, device=device)
+        y = torch.full_like(x, -1)  # rows after the last sequence have no targets and no loss
+        x[:n], y[:n] = tokens[:-1].view(n, T), tokens[1:].view(n, T)
+        sums.append(losses_of(x, y).float().sum())
+    total = torch.stack(sums).cpu().double().sum() if sums else 0.0
+    return distributed.all_reduce(total)[0] / (sequences * T)

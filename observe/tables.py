@@ -1,0 +1,84 @@
+"""Tables of measurements, for the terminal and as Markdown."""
+
+from observe.figures import describe, uneven, word
+
+COLUMNS = ("rung", "ms a step", "tokens/sec", "× before", "× first", "MFU", "peak GB", "loss")
+MEASURES = (1, 2, 5, 6)  # the columns that a sweep has too
+WIDTHS = (28, 10, 11, 8, 8, 6, 8, 8)
+
+
+def cells(result, results):
+    """A rung's row of the table as text."""
+    if result["status"] != "done":
+        return [result["rung"], f"{result['status']}: {result['reason']}"]
+    done = [r for r in results if r["status"] == "done"]
+    rate = result["tokens_per_sec"]
+    return [
+        result["rung"],
+        f"{result['ms']:.2f}",
+        f"{rate:,.0f}",
+        f"{rate / done[-2]['tokens_per_sec']:.2f}" if len(done) > 1 else "",
+        f"{rate / done[0]['tokens_per_sec']:.2f}",
+        f"{result['mfu']:.1%}" if result["mfu"] else "–",
+        f"{result['peak_gb']:.2f}",
+        "–" if result["loss"] is None else f"{result['loss']:.4f}",
+    ]
+
+
+def row(result, results):
+    texts = cells(result, results)
+    if len(texts) == 2:
+        return f"{texts[0]:{WIDTHS[0]}}  {texts[1]}"
+    return align(texts, WIDTHS)
+
+
+def align(texts, widths):
+    """A line of the terminal's table, the first column to the left and the others to the right."""
+    return "  ".join(text.ljust(w) if i == 0 else text.rjust(w) for i, (text, w) in enumerate(zip(texts, widths)))
+
+
+def marked_cells(result, results):
+    """As cells, with a mark on the time of uneven steps."""
+    texts = cells(result, results)
+    if noise := uneven(result):
+        texts[1] += f" (uneven steps: {noise})"
+    return texts
+
+
+def markdown(results):
+    lines = [f"| {' | '.join(COLUMNS)} |", "| --- |" + " ---: |" * (len(COLUMNS) - 1)]
+    for index, result in enumerate(results):
+        texts = marked_cells(result, results[: index + 1])
+        lines.append(f"| {' | '.join(texts + [''] * (len(COLUMNS) - len(texts)))} |")
+    lines += [
+        "",
+        "Losses are those of the last step: compare only rows with the same recipe and tokens a step.",
+    ]
+    return "\n".join(lines)
+
+
+def sweep_markdown(axes, results):
+    lines = [f"| {' | '.join(axes)} | {' | '.join(COLUMNS[i] for i in MEASURES)} |"]
+    lines.append("| --- " * len(axes) + "|" + " ---: |" * len(MEASURES))
+    for result in results:
+        texts = marked_cells(result | dict(rung=""), [result])
+        texts = [texts[i] for i in MEASURES] if len(texts) > 2 else [texts[1], "", "", ""]
+        lines.append(f"| {' | '.join([*map(word, result['cell'].values()), *texts])} |")
+    return "\n".join(lines)
+
+
+def uneven_warning(result):
+    """A line about a measurement whose steps are uneven, or an empty string."""
+    if not uneven(result):
+        return ""
+    return f"    (uneven steps: the interquartile range is {uneven(result)} of the median; is the device shared?)\n"
+
+
+def winner(done):
+    """One line: which combination is the fastest, and by how much."""
+    best = done[0]
+    text = f"{describe(best['cell'])} wins: {best['tokens_per_sec']:,.0f} tok/s"
+    if len(done) > 1:
+        next_ratio, last_ratio = (best["tokens_per_sec"] / r["tokens_per_sec"] for r in (done[1], done[-1]))
+        text += f", {next_ratio:.3f} × the next ({describe(done[1]['cell'])}), {last_ratio:.2f} × the slowest"
+    return text

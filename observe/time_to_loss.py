@@ -1,0 +1,98 @@
+"""How many tokens and how much time a run takes to reach a validation loss."""
+
+import json
+import statistics
+from typing import NamedTuple
+
+from observe.measure import SETTLING_STEPS
+from observe.tables import align
+
+COLUMNS = ("rung", "final loss", "tokens", "× before", "× first", "seconds", "× before", "× first")
+WIDTHS = (22, 17, 13, 8, 8, 11, 8, 8)
+
+
+class Curve(NamedTuple):
+    """The validation losses of a run, each with what it took to get there."""
+
+    tokens: list  # trained on
+    seconds: list  # of training steps; evaluations and compilation do not count
+    losses: list  # nats
+
+
+def read_curve(folder):
+    """The Curve of a run's folder. The first steps, which compile, count as the median of the others."""
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    times = [row["step_ms"] / 1000 for row in rows if "step_ms" in row]
+    usual = statistics.median(times[SETTLING_STEPS:])
+    curve, elapsed, steps = Curve([], [], []), 0.0, 0
+    for row in rows:
+        if "step_ms" in row:
+            elapsed += usual if steps < SETTLING_STEPS else row["step_ms"] / 1000
+            steps += 1
+        elif row.get("val_loss") is not None:
+            for values, value in zip(curve, (row["tokens"], elapsed, row["val_loss"])):
+                values.append(value)
+    return curve
+
+
+def reach(curve, target):
+    """(tokens, seconds) at which a Curve first reaches a loss, by linear interpolation; None if it never does."""
+    for i, loss in enumerate(curve.losses):
+        if loss <= target:
+            if i == 0:
+                return curve.tokens[0], curve.seconds[0]
+            before = curve.losses[i - 1]
+            part = (before - target) / (before - loss)
+            return tuple(xs[i - 1] + part * (xs[i] - xs[i - 1]) for xs in (curve.tokens, curve.seconds))
+    return None
+
+
+def summarize(name, curves, target=None):
+    """A rung over several seeds: mean and standard deviation of the final loss, mean tokens and seconds to the target.
+
+    target: a loss; without one the runs' ends count. tokens and seconds are None if a seed does not reach the target.
+    """
+    finals = [curve.losses[-1] for curve in curves]
+    reached = [(c.tokens[-1], c.seconds[-1]) if target is None else reach(c, target) for c in curves]
+    tokens, seconds = map(statistics.mean, zip(*reached)) if all(reached) else (None, None)
+    spread = statistics.stdev(finals) if len(finals) > 1 else None
+    loss = statistics.mean(finals)
+    return dict(rung=name, status="done", loss=loss, spread=spread, tokens=tokens, seconds=seconds, finals=finals)
+
+
+def cells(results):
+    """The last rung's row of the table as text."""
+    result, done = results[-1], [result for result in results if result["status"] == "done"]
+    if result["status"] != "done":
+        return [result["rung"], f"{result['status']}: {result['reason']}"]
+    spread = "" if result["spread"] is None else f" ± {result['spread']:.4f}"
+    texts = [result["rung"], f"{result['loss']:.4f}{spread}"]
+    for key, number in (("tokens", "{:,.0f}"), ("seconds", "{:,.1f}")):
+        texts.append("not reached" if result[key] is None else number.format(result[key]))
+        for other in (done[-2:-1], done[:1] if len(done) > 1 else []):
+            ratio = other[0][key] / result[key] if other and other[0][key] and result[key] else None
+            texts.append("" if ratio is None else f"{ratio:.2f}")
+    return texts
+
+
+def head():
+    return align(COLUMNS, WIDTHS)
+
+
+def row(results):
+    """The last rung's line in the terminal."""
+    texts = cells(results)
+    return align(texts, WIDTHS) if len(texts) > 2 else f"{texts[0]:{WIDTHS[0]}}  {texts[1]}"
+
+
+def markdown(results, seeds):
+    lines = [f"| {' | '.join(COLUMNS)} |", "| --- |" + " ---: |" * (len(COLUMNS) - 1)]
+    for count in range(1, len(results) + 1):
+        texts = cells(results[:count])
+        lines.append(f"| {' | '.join(texts + [''] * (len(COLUMNS) - len(texts)))} |")
+    means = f"means over {seeds} seeds, ± the standard deviation" if seeds > 1 else "one seed"
+    lines += [
+        "",
+        f"Tokens and seconds to a validation loss of {results[0]['loss']:.4f}, where the first rung ends: {means}.",
+    ]
+    return "\n".join(lines)

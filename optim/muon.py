@@ -1,0 +1,127 @@
+"""Muon: momentum, orthogonalized, for the blocks' matrices; AdamW for everything else.
+
+The momentum of a weight matrix has a few large singular values, so a step in its direction changes the matrix in a few
+directions only. Muon replaces all singular values by 1: with M = U S Vᵀ the step is U Vᵀ, and rare directions learn as
+fast as frequent ones (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/). Newton-Schulz iterations compute
+U Vᵀ with GEMMs alone, in bf16: an odd polynomial of M acts on its singular values and leaves U and V as they are.
+
+Embeddings, biases and LayerNorms have no such structure (an embedding's gradient is a sum over the tokens of a batch,
+row by row), so AdamW updates them.
+
+Ranks share the work. With ddp every rank orthogonalizes some of the matrices, and an all-gather collects the results.
+With zero2, zero3 and hsdp an all-to-all collects whole matrices from their shards, each on one rank, and another one
+returns the results.
+"""
+
+import math
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.distributed.tensor import DTensor
+
+# Polar Express (Amsel et al. 2025, arXiv 2505.16932): the five polynomials x -> a x + b x³ + c x⁵ that bring singular
+# values from 0.001 to 1 closest to 1. They take x / 1.01, since bf16 rounds some singular values up.
+COEFFICIENTS = tuple(
+    (a / 1.01, b / 1.01**3, c / 1.01**5)
+    for a, b, c in (
+        (8.28721201814563, -23.595886519098837, 17.300387312530933),
+        (4.107059111542203, -2.9478499167379106, 0.5448431082926601),
+        (3.9486908534822946, -2.908902115962949, 0.5518191394370137),
+        (3.3184196573706015, -2.488488024314874, 0.51004894012372),
+        (2.300652019954817, -1.6689039845747493, 0.4188073119525673),
+    )
+)
+
+
+class Muon(torch.optim.Optimizer):
+    """Muon for some parameters and AdamW for others, as one optimizer.
+
+    Muon's update of a matrix: momentum is the running mean of the gradients; the Nesterov direction is the mean of
+    gradient and momentum, orthogonalized, times 0.2 √(larger dimension), which is about the size of AdamW's updates, so
+    both take similar learning rates (Liu et al. 2025, arXiv 2502.16982). Weight decay is decoupled, as in AdamW.
+    """
+
+    def __init__(self, groups, adamw, momentum=0.95, coefficients=COEFFICIENTS):
+        """groups: dictionaries with params (matrices of one shape), lr, weight_decay, and parts: the number of
+        matrices, one above the other, that each parameter consists of. adamw: a torch.optim.AdamW for the rest."""
+        super().__init__(groups, dict(momentum=momentum, coefficients=coefficients, fused=False))
+        self.matrices = list(self.param_groups)
+        self.adamw = adamw
+        self.param_groups += adamw.param_groups
+        self.state = adamw.state
+        for group in self.matrices:
+            for weight in group["params"]:
+                self.state[weight] = dict(momentum_buffer=torch.zeros_like(weight))
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        """One update of all parameters."""
+        self.adamw.step()
+        for group in self.matrices:
+            weights = group["params"]
+            shape, mesh = weights[0].shape, weights[0].device_mesh if isinstance(weights[0], DTensor) else None
+            gradients = [local(weight.grad) for weight in weights]
+            momenta = [local(self.state[weight]["momentum_buffer"]) for weight in weights]
+            weights = [local(weight) for weight in weights]
+            torch._foreach_lerp_(momenta, gradients, 1 - group["momentum"])
+            directions = torch.stack(torch._foreach_lerp(gradients, momenta, group["momentum"])).bfloat16()
+            parts, coefficients = group["parts"], group["coefficients"]
+            whole = to_owners(directions, shape[0], mesh)  # (n of this rank, rows, columns)
+            whole = orthogonalize(whole.unflatten(1, (parts, -1)).flatten(0, 1), coefficients).view_as(whole)
+            updates = from_owners(whole, directions, mesh)
+            rate = group["lr"] * 0.2 * math.sqrt(max(shape[0] // parts, shape[1]))
+            torch._foreach_mul_(weights, 1 - group["lr"] * group["weight_decay"])
+            torch._foreach_add_(weights, list(updates.unbind()), alpha=-rate)
+
+
+def orthogonalize(x, coefficients=COEFFICIENTS):
+    """U Vᵀ for each matrix U S Vᵀ in x (n, rows, columns), approximately, in x's dtype."""
+    if tall := x.size(1) > x.size(2):
+        x = x.mT
+    x = x / x.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)  # all singular values at most 1
+    for a, b, c in coefficients:
+        gram = x @ x.mT
+        polynomial = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
+        x = torch.baddbmm(x, polynomial, x, beta=a)
+    return x.mT if tall else x
+
+
+def local(tensor):
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def to_owners(x, rows, mesh):
+    """This rank's matrices, (n, rows, columns), of N. Every rank gets n; zeros fill up the last ranks.
+
+    x: all matrices (N, rows, columns), the same on all ranks; with a mesh their shards by rows.
+    """
+    if not dist.is_initialized():
+        return x
+    world_size = mesh.size(-1) if mesh else dist.get_world_size()
+    n = -(-len(x) // world_size)
+    missing = n * world_size - len(x)
+    if mesh is None:
+        return F.pad(x, (0, 0, 0, 0, 0, missing)).view(world_size, n, *x.shape[1:])[dist.get_rank()]
+    # as torch.chunk splits rows: all shards but the last have the same number of rows
+    shard = -(-rows // world_size)
+    x = F.pad(x, (0, 0, 0, shard - x.size(1), 0, missing))
+    received = torch.empty_like(x)
+    dist.all_to_all_single(received, x, group=mesh.get_group(-1))
+    return received.view(world_size, n, shard, -1).transpose(0, 1).flatten(1, 2)[:, :rows]
+
+
+def from_owners(x, like, mesh):
+    """The reverse of to_owners: all matrices, or with a mesh this rank's shards by rows, in the shape of `like`."""
+    if not dist.is_initialized():
+        return x
+    if mesh is None:
+        gathered = x.new_empty(dist.get_world_size() * len(x), *x.shape[1:])
+        dist.all_gather_into_tensor(gathered, x.contiguous())
+        return gathered[: len(like)]
+    world_size = mesh.size(-1)
+    shard = -(-x.size(1) // world_size)
+    x = F.pad(x, (0, 0, 0, shard * world_size - x.size(1))).view(len(x), world_size, shard, -1).transpose(0, 1)
+    received = torch.empty_like(x, memory_format=torch.contiguous_format)
+    dist.all_to_all_single(received, x.contiguous(), group=mesh.get_group(-1))
+    return received.flatten(0, 1)[: len(like), : like.size(1)]

@@ -1,0 +1,46 @@
+"""Training recipes: sets of flags."""
+
+# The defaults with --optimizer muon
+MUON = dict(
+    optimizer="muon",
+    lr=1.8e-3,
+    adamw_lr=3.6e-3,
+    warmup_steps=10,
+    lr_schedule="wsd",
+    cooldown_ratio=0.5,
+    min_lr_ratio=0.0,
+)
+
+# The defaults with --model tiny: it learns something on two CPU cores within three minutes
+TINY = dict(
+    model="tiny",
+    seq_len=128,
+    total_batch_size=1024,
+    max_steps=200,
+    compile=False,
+    lr=2e-3,
+    warmup_steps=20,
+    val_every=50,
+    val_tokens=8192,
+    hellaswag_every=0,
+    sample_every=100,
+    checkpoint_every=100,
+)
+# The defaults with --demo
+DEMO = dict(TINY, demo=True, data_dir="demo_data")
+
+
+def bring(flags):
+    """The defaults that --demo, --model tiny and --optimizer muon bring. flags: {name: value}."""
+    small = DEMO if flags.get("demo") else TINY if flags.get("model") == "tiny" else {}
+    return dict(small, **MUON if flags.get("optimizer") == "muon" else {})
+
+
+# The ladder of `ladder.py --to_loss`, {rung: the flags that it changes}. The first rung is the command line's recipe,
+# by default GPT-3's (Brown et al. 2020)
+RECIPES = {
+    "GPT-3's recipe": {},
+    "linear decay to 0": dict(lr_schedule="linear", min_lr_ratio=0.0),
+    "Muon": MUON,
+    "fp8": dict(fp8=True),
+}

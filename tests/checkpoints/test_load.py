@@ -1,0 +1,288 @@
+"""Checkpoints and models that something has happened to, and what reading them says."""
+
+import json
+import os
+import shutil
+from types import SimpleNamespace
+
+import pytest
+import torch
+from conftest import ALONE, logged
+from safetensors.torch import load_file, save_file
+
+from checkpoints import load, resume, save
+from common.cli import UserError
+from common.files import digest
+from config import Config, flags_that_matter
+from data.tokenizer import VOCAB_SIZE
+from model import GPT, GPTConfig
+from optim.optimizer import make_optimizer, named_state
+from parallel import fsdp
+
+SIZES = GPTConfig(seq_len=16, n_layer=1, n_head=1, n_embd=2, pad_vocab=False)
+TRAINING = dict(step=2, tokens=64, scaler={}, run={}, loader=dict(position=64, total=99, seed=1, shuffle=True))
+
+
+class Scaled(torch.nn.Module):
+    """Has fp8 scales, as a module of kernels/fp8.py."""
+
+    def __init__(self):
+        super().__init__()
+        self.scales = torch.full((3, 4), 7.0)
+
+
+def make(layout="ddp"):
+    """A model and its optimizer, whose state is all ones."""
+    torch.manual_seed(3)
+    with torch.device("meta"):
+        model = GPT(SIZES)
+    fsdp.place(model, Config(parallel=layout, autocast="off"), ALONE)
+    model.init_weights(fsdp.fill)
+    optimizer = make_optimizer(model, Config())
+    for value in named_state(model, optimizer).values():
+        value.fill_(1)
+    return model, optimizer
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory):
+    model, optimizer = make()
+    folder = tmp_path_factory.mktemp("original") / "checkpoint_000002"
+    return save.write(folder, model, save.snapshot(model, optimizer, ALONE), TRAINING)
+
+
+@pytest.fixture
+def checkpoint(original, tmp_path):
+    return shutil.copytree(original, tmp_path / "checkpoint_000002")
+
+
+@pytest.fixture
+def sharded(group, tmp_path):
+    model, optimizer = make("zero3")
+    tensors = save.snapshot(model, optimizer, ALONE)
+    return save.write(tmp_path / "checkpoint_000002", model, tensors, TRAINING, torch.distributed.group.WORLD)
+
+
+def restore(folder, layout="ddp", scaled=None):
+    """Verify a checkpoint and restore a new model from it, as --resume does. Returns the model and its optimizer."""
+    load.verify(folder)
+    model, optimizer = make(layout)
+    for value in named_state(model, optimizer).values():
+        value.zero_()
+    if scaled:
+        model.scaled = scaled
+    start = resume.Start(folder, load.read_training(folder), folder, load.load_config(folder))
+    load.load_weights(folder, model)
+    loader = SimpleNamespace(restore=lambda state: None)
+    resume.restore(start, model, optimizer, torch.amp.GradScaler("cpu", enabled=True), loader, ALONE)
+    return model, optimizer
+
+
+def rewrite(folder, **changes):
+    """Change training.json, and hash the files as they are now; as older versions, it has no hash of its own."""
+    training = json.loads((folder / "training.json").read_text()) | changes
+    training["sha256"] = {name: digest(folder / name) for name in training["sha256"] if name != "training.json"}
+    (folder / "training.json").write_text(json.dumps(training))
+
+
+def add_tensors(folder, name="optimizer.safetensors", **tensors):
+    save_file(load_file(folder / name) | tensors, folder / name)
+    rewrite(folder)
+
+
+def one_line(function, *args):
+    """The error of a call, which is one line that a person can act on."""
+    with pytest.raises(UserError) as error:
+        function(*args)
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("layout", ["ddp", "zero3"])
+def test_fp8_can_be_turned_off_and_on(group, checkpoint, layout):
+    """Scales that do not fit the model are ignored."""
+    restore(checkpoint, layout, scaled := Scaled())
+    assert (scaled.scales == 7).all()
+    add_tensors(checkpoint, **{"scales.0": torch.arange(3.0)})
+    restore(checkpoint, layout)
+    restore(checkpoint, layout, scaled)
+    assert scaled.scales[:, 0].tolist() == [0, 1, 2] and (scaled.scales[:, 1:] == 7).all()
+    for scales in (torch.zeros(4), torch.zeros(3, 1)):
+        add_tensors(checkpoint, **{"scales.0": scales})
+        restore(checkpoint, layout, scaled := Scaled())
+        assert (scaled.scales == 7).all()
+
+
+def test_the_plan_says_that_fp8_was_turned_off(checkpoint):
+    start = resume.Start(checkpoint, TRAINING | dict(run=dict(fp8=True)), None, None)
+    assert [str(note) for note in resume.changed_flags(start, Config(fp8=False), 1, flags_that_matter())] == [
+        "fp8 is off: the checkpoint was made with True"
+    ]
+
+
+def assert_untouched(model, optimizer):
+    expected = load_weights_of(make()[0])
+    assert all(torch.equal(weight, expected[name]) for name, weight in load_weights_of(model).items())
+    assert all((fsdp.full_tensor(value) == 1).all() for value in named_state(model, optimizer).values())
+
+
+def load_weights_of(model):
+    return {name: fsdp.full_tensor(weight.detach()) for name, weight in model.named_parameters()}
+
+
+def test_files_that_are_not_listed_are_not_read(checkpoint, capsys):
+    for name in ("optimizer", "model"):
+        tensors = load_file(checkpoint / f"{name}.safetensors")
+        save_file(
+            {key: tensor.clone().fill_(5) for key, tensor in tensors.items()}, checkpoint / f"{name} (1).safetensors"
+        )
+    (checkpoint / "._model.safetensors").write_bytes(b"\0\5\26\7")
+    (checkpoint / "shard-00009-model-00001-of-00001.safetensors").write_bytes(b"")
+    assert_untouched(*restore(checkpoint))
+    line = capsys.readouterr().out
+    assert line.count("\n") == 1 and "._model.safetensors, model (1).safetensors, optimizer (1).safetensors" in line
+    load.load_model(checkpoint)
+    assert capsys.readouterr().out == line
+    (checkpoint / "training.json").unlink()  # then it is a Hugging Face folder
+    load.load_model(checkpoint)
+    assert capsys.readouterr().out == ""
+
+
+def test_pieces_that_are_not_listed_are_not_read(sharded, capsys):
+    (piece,) = sharded.glob("shard-*")
+    tensors = {key: tensor.clone().fill_(5) for key, tensor in load_file(piece).items()}
+    save_file(tensors, sharded / "shard-00009-model-00001-of-00001.safetensors")
+    (sharded / f"._{piece.name}").write_bytes(b"\0\5\26\7")
+    assert_untouched(*restore(sharded, "zero3"))
+    assert "shard-00009-model" in capsys.readouterr().out
+    os.mkfifo(sharded / "x.safetensors")
+    load.load_model(sharded)
+
+
+def test_training_json_has_a_hash(checkpoint, capsys):
+    path = checkpoint / "training.json"
+    training = json.loads(path.read_text())
+    path.write_text(json.dumps(dict(reversed(training.items()))))  # says the same
+    load.read_training(checkpoint)
+    training["loader"]["position"] += 16
+    path.write_text(json.dumps(training))
+    assert "training.json: it is not what was written" in one_line(load.verify, checkpoint)
+    assert capsys.readouterr().out == ""
+    load.load_model(checkpoint)
+    assert "its weights are not verified, because training.json" in capsys.readouterr().out
+    del training["sha256"]["training.json"]  # as older versions wrote it
+    path.write_text(json.dumps(training))
+    assert load.read_training(checkpoint)["loader"]["position"] == 80
+
+
+@pytest.mark.parametrize("value", [None, "x", -1, True, 0.5, float("nan"), [], {}])
+def test_training_of_wrong_kinds(checkpoint, value):
+    loader = TRAINING["loader"] | dict(position=value)
+    for changes in (dict(step=value), dict(loader=loader), dict(scaler=dict(scale=value)), dict(run=value or 0)):
+        rewrite(checkpoint, **TRAINING | changes)
+        one_line(restore, checkpoint)
+    (checkpoint / "training.json").write_text(json.dumps(TRAINING | dict(sha256=value)))
+    one_line(restore, checkpoint)
+
+
+@pytest.mark.parametrize("name", ["training.json", "config.json"])
+def test_json_nested_too_deeply(checkpoint, name):
+    (checkpoint / name).write_text("[" * 100_000)
+    one_line(load.read_training if name == "training.json" else load.load_model, checkpoint)
+
+
+@pytest.mark.parametrize(
+    "tensor", [torch.zeros(7, dtype=torch.uint8), torch.zeros(5056), torch.zeros(2, 2, dtype=torch.uint8)]
+)
+def test_random_states_of_another_kind(checkpoint, tensor):
+    add_tensors(checkpoint, **{"random.0": tensor})
+    assert "give another checkpoint" in one_line(restore, checkpoint)
+
+
+def offsets(value):
+    return json.dumps({name: dict(saved_offsets=value) for name in ("transformer.wte.weight", "random.0")})
+
+
+@pytest.mark.parametrize(
+    "metadata",
+    ["x", "[]", "{}", "[" * 100_000, offsets(None), offsets(["0", "0"]), offsets([0.5, 0]), offsets([-1, 0])],
+)
+def test_shard_metadata_of_wrong_kinds(sharded, metadata):
+    (piece,) = sharded.glob("shard-*")
+    save_file(load_file(piece), piece, metadata={"DCP_SHARDING_INFO": metadata})
+    rewrite(sharded)
+    one_line(load.load_model, sharded)
+    one_line(restore, sharded)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.safetensors"])
+@pytest.mark.parametrize("header", [b"", b"\xff" * 8, b"\2\0\0\0\0\0\0\0[]", b'\7\0\0\0\0\0\0\0{"a":1}'])
+def test_headers_of_wrong_kinds(checkpoint, name, header):
+    (checkpoint / name).write_bytes(header)
+    rewrite(checkpoint)
+    one_line(restore, checkpoint)
+
+
+@pytest.mark.parametrize("name", ["training.json", "config.json", "model.safetensors", "optimizer.safetensors"])
+@pytest.mark.parametrize("kind", ["fifo", "device", "dangling"])
+def test_files_that_are_no_files(checkpoint, name, kind):
+    path = checkpoint / name
+    path.unlink()
+    os.mkfifo(path) if kind == "fifo" else path.symlink_to("/dev/zero" if kind == "device" else "nothing")
+    assert name in one_line(load.verify, checkpoint)
+    if "optimizer" in name:
+        return
+    if name != "training.json":
+        one_line(load.load_model, checkpoint)
+        (checkpoint / "training.json").unlink()
+        one_line(load.load_model, checkpoint)
+        path.rename(checkpoint / "model.pt")
+        one_line(load.load_model, checkpoint / "model.pt")
+    else:
+        load.load_model(checkpoint)
+
+
+@pytest.mark.parametrize(
+    "option, value",
+    [
+        ("layer_norm_epsilon", 1e-6),
+        ("scale_attn_by_inverse_layer_idx", True),
+        ("scale_attn_weights", False),
+        ("activation_function", "relu"),
+        ("tie_word_embeddings", False),
+        ("n_layer", 2**24 - 1),
+        ("n_layer", "1"),
+        ("n_embd", float("nan")),
+    ],
+)
+def test_models_that_are_not_ours(checkpoint, option, value):
+    path = checkpoint / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {option: value}))
+    (checkpoint / "training.json").unlink()
+    assert option.removeprefix("n_") in one_line(load.load_model, checkpoint)
+
+
+def test_a_pt_with_layers_beyond_reason(tmp_path):
+    weights = {"transformer.wte.weight": torch.zeros(VOCAB_SIZE, 2), "transformer.wpe.weight": torch.zeros(8, 2)}
+    weights["transformer.h.16777214.ln_1.weight"] = torch.zeros(2)
+    for heads in (1, float("inf")):
+        torch.save(dict(model=weights, model_args=dict(n_head=heads)), tmp_path / "ckpt.pt")
+        one_line(load.load_model, tmp_path / "ckpt.pt")
+
+
+def test_a_link_is_as_good_as_its_checkpoint(train, tmp_path):
+    """From the run's folder to another disk, or from elsewhere to a checkpoint in the run's folder."""
+    flags, drop = ("--checkpoint_every", 1), "--checkpoint_every --max_steps"
+    run = train("run", *flags, "--max_steps", 2, drop=drop)
+    inside, outside = run / "checkpoint_000002", tmp_path / "link"
+    weights = load.load_model(inside).state_dict()
+    inside.rename(tmp_path / "disk")
+    inside.symlink_to(tmp_path / "disk")
+    outside.symlink_to(run / "checkpoint_000001")
+    for link in (inside, outside):
+        config = Config(resume=str(link))
+        assert resume.find_checkpoint(config, ALONE) == link
+        assert (config.log_dir, config.run_name) == (str(run.parent), "run")
+    assert all(torch.equal(weight, weights[name]) for name, weight in load.load_model(inside).state_dict().items())
+    train("run", *flags, "--max_steps", 3, "--resume", inside, drop=drop)
+    assert len(logged(run)) == 3

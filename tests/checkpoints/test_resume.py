@@ -1,0 +1,158 @@
+"""Resuming: which flags and data a continued run may change, branches, going back."""
+
+import dataclasses
+import json
+import shutil
+import tarfile
+
+import pytest
+from conftest import ROOT, expect_error, logged, metrics, write_corpus
+
+from checkpoints import resume, run_folder
+from common.cli import UserError
+from config import Config, flags_that_matter
+from data.loader import open_streams
+from data.shard_folder import ShardFolder
+from data.shards import manifest_entry
+
+
+def test_what_changed_since_the_checkpoint_is_said(tmp_path):
+    config = Config(lr=1e-3, val_every=7, compile=False)
+    made_by = vars(Config()) | dict(world_size=1)
+    start = resume.Start(tmp_path, dict(step=0, run=made_by), None, None)
+    notes = resume.changed_flags(start, config, 2, flags_that_matter())
+    assert [str(note) for note in notes] == ["lr is 0.001: the checkpoint was made with 0.0006"]
+    growing = dataclasses.replace(config, lr=6e-4, batch_warmup_steps=3)  # then the batch depends on the ranks
+    made_by["batch_warmup_steps"] = 3
+    notes = resume.changed_flags(start, growing, 2, flags_that_matter())
+    assert [str(note) for note in notes] == ["world_size is 2: the checkpoint was made with 1"]
+
+
+def test_other_data_are_recognized(tmp_path):
+    """By the shards' names and sizes, and by the manifest if both sides have one; an older checkpoint has the total."""
+    for name, sizes in (("one", (50, 200, 300)), ("moved", (50, 200, 300)), ("other", (50, 300, 200))):
+        (tmp_path / name).mkdir()
+        write_corpus(tmp_path / name, sizes)
+
+    def difference(before, after, older=False):
+        configs = [Config(data_dir=str(tmp_path / name), total_batch_size=64, seq_len=8) for name in (before, after)]
+        (stream, _, data), (own_stream, _, own_data) = map(open_streams, configs)
+        training = dict(loader=dict(position=64, total=stream.total)) | ({} if older else data)
+        start = resume.Start(tmp_path / "checkpoint_000001", training, None, None)
+        allowed = dataclasses.replace(configs[1], allow_other_data=True)
+        notes = resume.changed_data(start, allowed, own_data, own_stream.total)
+        if notes:
+            with pytest.raises(UserError, match="--allow_other_data"):
+                resume.changed_data(start, configs[1], own_data, own_stream.total)
+        return "".join(map(str, notes))
+
+    def manifest(name, source):
+        (tmp_path / name / "shards.json").unlink(missing_ok=True)
+        entries = [manifest_entry(path) for path in ShardFolder(tmp_path / name).shard_paths()]
+        (tmp_path / name / "shards.json").write_text(json.dumps(dict(source=dict(files=source), shards=entries)))
+
+    assert difference("one", "moved") == "" == difference("one", "other", older=True)
+    assert "edufineweb_train_000001.npy has 300 tokens instead of 200" in difference("one", "other")
+    manifest("one", "the web")
+    assert difference("one", "moved") == ""
+    manifest("moved", "the web")
+    assert difference("one", "moved") == ""
+    manifest("moved", "books")
+    assert "shards.json is not the same; training continues at token 64" in difference("one", "moved")
+    (tmp_path / "other" / "edufineweb_train_000002.npy").unlink()
+    assert "edufineweb_train_000001.npy has" in difference("one", "other")
+    assert "300 training tokens instead of 500" in difference("one", "other", older=True)
+    (tmp_path / "one" / "edufineweb_train_000001.npy").unlink()
+    (tmp_path / "one" / "shards.json").unlink()
+    assert "edufineweb_train_000001.npy is an additional shard" in difference("one", "other")
+
+
+def test_other_data_are_refused_unless_allowed(train, tmp_path):
+    """The same tokens in other shards, and more of them: the losses are those of the run that was not interrupted."""
+    flags, drop = ("--no_shuffle", "--checkpoint_every", 3, "--max_steps", 5), "--checkpoint_every --max_steps"
+    whole = train("whole", *flags, drop=drop)
+    run, other = whole.with_name("run"), tmp_path / "other"
+    shutil.copytree(whole, run)
+    shutil.rmtree(run / "checkpoint_000005")
+    other.mkdir()
+    write_corpus(other, sizes=(400, 1000, 3000, 700))
+    refused = train("run", *flags, "--data_dir", other, drop=drop, fails=True)
+    expect_error(refused, "edufineweb_train_000001.npy has 1000 tokens instead of 2000", "--allow_other_data")
+    text = (train("run", *flags, "--data_dir", other, "--allow_other_data", drop=drop) / "output.txt").read_text()
+    assert "allow_other_data is on: edufineweb_train_000001.npy has 1000 tokens instead of 2000" in text
+    assert "training continues at token 768 of" in text and logged(run) == logged(whole)
+
+
+def test_a_run_of_an_older_version_continues(train, tmp_path):
+    """Its checkpoint has one step count for all of AdamW's parameters."""
+    with tarfile.open(ROOT / "tests" / "checkpoints" / "old_run.tar.xz") as file:
+        file.extractall(tmp_path, filter="data")
+    old = tmp_path / "old_run"
+    model = "--n_layer 1 --n_head 1 --n_embd 2 --seq_len 8 --total_batch_size 64 --max_steps 6 --lr 1e-2 --val_every 3"
+    drop = "--n_layer --n_head --n_embd --seq_len --total_batch_size --max_steps --lr --val_every"
+    run = train("new", *model.split(), "--val_tokens", 64, "--resume", old / "checkpoint_000003", drop=drop)
+    assert logged(run) == pytest.approx(logged(old)[3:], abs=1e-5)
+    assert logged(run, "val") == pytest.approx(logged(old, "val")[1:], abs=1e-4)
+
+
+def test_going_back_sets_the_newer_checkpoints_aside(train):
+    drop = "--checkpoint_every --max_steps"
+    run = train("back", "--checkpoint_every", 1, "--max_steps", 6, "--keep_checkpoints", 9, drop=drop)
+    again = ("--checkpoint_every", 1, "--max_steps", 4, "--keep_checkpoints", 2)
+    train("back", *again, "--resume", run / "checkpoint_000002", drop=drop)
+    names = sorted(path.name for path in run.glob("checkpoint_*"))
+    assert [name for name in names if not name.endswith("abandoned")] == ["checkpoint_000003", "checkpoint_000004"]
+    assert "checkpoint_000006.abandoned" in names
+    assert [row["step"] for row in metrics(run)] == list(range(4))
+
+
+def test_resuming_does_not_write_over_another_run(train):
+    drop = "--checkpoint_every"
+    one, other = (train(name, "--checkpoint_every", 1, drop=drop) for name in ("one", "other"))
+    before = (other / "log.txt").read_text()
+    done = train("other", "--resume", one / "checkpoint_000002", fails=True)
+    expect_error(done, "other already holds a run")
+    assert (other / "log.txt").read_text() == before
+
+
+def test_a_branch_goes_on_by_its_own_command(train):
+    drop = "--checkpoint_every --max_steps"
+    one = train("one", "--checkpoint_every", 1, "--max_steps", 3, drop=drop)
+    arguments = ("--checkpoint_every", 1, "--resume", one / "checkpoint_000002")
+    branch = train("branch", *arguments, "--max_steps", 4, drop=drop)
+    train("branch", "--resume", branch, "--max_steps", 5, drop=drop)  # as a stopped run advises
+    text = (train("branch", *arguments, "--max_steps", 6, drop=drop) / "output.txt").read_text()
+    assert "resumed from log/branch/checkpoint_000005" in text
+    assert [row["step"] for row in metrics(branch)] == [2, 3, 4, 5]
+
+
+def test_flags_come_from_the_run_or_from_a_file(train, command):
+    """--resume continues a run with its flags, and --config repeats it; the command line has the last word."""
+    drop = "--checkpoint_every --max_steps"
+    whole = train("whole", "--checkpoint_every", 2, "--max_steps", 4, drop=drop)
+    flags = ("--config", "log/whole/flags.yaml", "--run_name", "repeated", "--max_steps", 3)
+    assert command("train_gpt2.py", *flags).returncode == 0
+    assert logged(whole.with_name("repeated")) == logged(whole)[:3]
+    done = command("train_gpt2.py", "--resume", "log/whole/checkpoint_000002", "--run_name", "branch", "--lr", "1e-4")
+    assert done.returncode == 0 and done.stdout.count("the checkpoint was made with") == 1  # about lr
+    assert logged(whole.with_name("branch"))[0] == logged(whole)[2]
+    assert command("train_gpt2.py", "--resume", "log/whole", "--max_steps", 5).returncode == 0
+    assert len(logged(whole)) == 5
+    expect_error(command("train_gpt2.py", "--config", "none.yaml"), "none.yaml", "No such file")
+    own = dict(resume="log/whole/checkpoint_000002", run_name="branch", log_dir=str(whole.parent))
+    assert run_folder.flags_file_of(own) == whole.with_name("branch") / "flags.yaml"
+    (whole.parent / "flags.yaml").write_text("lr: 1")  # of no run
+    shutil.copytree(whole / "checkpoint_000004", whole.parent / "checkpoint_000004")
+    assert run_folder.flags_file_of(dict(resume=str(whole.parent / "checkpoint_000004"))) is None
+
+
+def test_torchruns_restart_finds_the_run_that_it_began(tmp_path, monkeypatch):
+    """Not another of its name or number, and not one of an earlier launch."""
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    config = Config(log_dir=str(tmp_path))
+    for name, launch, found in (("old", "none-1-1", (None, False)), ("mine", run_folder.launch_id(), ("mine", True))):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps(dict(launch=launch)))
+        assert resume.existing_run(config) == found
+    named = dataclasses.replace(config, run_name="old", resume="never")
+    assert resume.existing_run(named) == ("old", False)

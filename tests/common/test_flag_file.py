@@ -1,0 +1,50 @@
+import dataclasses
+
+import pytest
+
+from common import flag_file
+from common.cli import UserError
+from common.peer_flags import HINTS
+from config import Config
+
+
+def read(path, text):
+    path.write_text(text)
+    return flag_file.read(path, Config, HINTS)
+
+
+def test_what_is_written_is_read(tmp_path):
+    config = Config(lr=1e-5, autocast="off", data_dir="a: b", micro_batch_size=4, compile=False, run_name="x", seed=3)
+    flag_file.write(tmp_path / "flags.yaml", config)
+    text = (tmp_path / "flags.yaml").read_text()
+    assert text.index("# basic") < text.index("# recipe") and "run_name" not in text
+    read_back = Config(**flag_file.read(tmp_path / "flags.yaml", Config, HINTS))
+    assert read_back == dataclasses.replace(config, run_name=None)
+
+
+def test_values_as_people_write_them(tmp_path):
+    text = "autocast: off\nlr: 6e-4\ncompile: off\nmicro_batch_size: null\nmax_steps: 10 # short\nflash: True\n"
+    assert read(tmp_path / "flags.yaml", text + "data_dir:\n") == dict(
+        autocast="off", lr=6e-4, compile=False, max_steps=10, flash=True
+    )
+    assert read(tmp_path / "flags.yaml", "") == {}
+
+
+@pytest.mark.parametrize(
+    "text, words",
+    [
+        ("lr: high", "--lr high: it must be a number"),
+        ("learning_rate: 1", "use --lr"),
+        ("lrr: 1", "did you mean --lr?"),
+        ("config: other.yaml", "config is for the command line"),
+        ("resume: log/A", "resume is for the command line"),
+        ("lr: [1, 2]", "lr must be one value"),
+        ("lr", "NAME: VALUE"),
+        ("lr: 'a", "cannot read the flags"),
+        ("\0", "cannot read the flags"),
+    ],
+)
+def test_mistakes_are_one_line(tmp_path, text, words):
+    with pytest.raises(UserError) as error:
+        read(tmp_path / "flags.yaml", text)
+    assert words in str(error.value) and "flags.yaml" in str(error.value) and "\n" not in str(error.value)

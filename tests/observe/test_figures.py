@@ -1,0 +1,52 @@
+from observe import figures, tables
+from observe.time_to_loss import Curve
+
+FACTS = dict(n_layer=1, n_embd=8, hardware="a GPU", torch="2")
+
+
+def rung(name, rate, spread=0.01):
+    return dict(
+        rung=name,
+        status="done",
+        ms=1.0,
+        tokens_per_sec=rate,
+        mfu=None,
+        spread=spread,
+        peak_gb=1.0,
+        loss=9.0,
+        facts=FACTS,
+    )
+
+
+def draw(monkeypatch, function, *arguments):
+    """The (figure, axes) that a function draws."""
+    drawn = []
+    real = figures.new_figure
+    monkeypatch.setattr(figures, "new_figure", lambda *a, **k: drawn.append(real(*a, **k)) or drawn[-1])
+    function(*arguments)
+    return drawn[0]
+
+
+def test_a_ladder_has_one_unit_and_marks_uneven_steps(tmp_path, monkeypatch):
+    results = [rung("baseline", 44_332), rung("+ tf32", 1_167_250, spread=0.45)]
+    _, (speed, _) = draw(monkeypatch, figures.ladder, results, tmp_path / "ladder.png")
+    assert [text.get_text().split()[0] for text in speed.texts] == ["44.3k", "1,167k"]
+    names = [label.get_text() for label in speed.get_yticklabels()]
+    assert names == ["baseline", "+ tf32\nuneven steps: 45%"]
+    lines = tables.markdown(results).splitlines()
+    assert lines[2].startswith("| baseline | 1.00 | 44,332 |")
+    assert lines[3].startswith("| + tf32 | 1.00 (uneven steps: 45%) | 1,167,250 |")
+    sweep = tables.sweep_markdown(dict(lr=[1]), [results[1] | dict(cell=dict(lr=1))])
+    assert "| 1 | 1.00 (uneven steps: 45%) |" in sweep
+
+
+def test_rates_below_a_thousand_are_not_rounded():
+    assert [figures.rate_text(rate, least=812.3) for rate in (812.3, 3412.0)] == ["812", "3,412"]
+    assert figures.rate_text(3412.0, least=1000.0) == "3.4k"
+
+
+def test_the_target_of_a_time_to_loss_is_named_beside_the_curves(tmp_path, monkeypatch):
+    curve = Curve([0, 100, 200], [0.0, 1.0, 2.0], [10.0, 7.0, 6.0])
+    _, (ax,) = draw(monkeypatch, figures.time_to_loss, {"first": [curve]}, 6.0, FACTS, tmp_path / "to_loss.png")
+    (text,) = ax.texts
+    assert "6.000" in text.get_text() and text.get_position() == (1.01, 6.0)  # in widths of the axes: outside

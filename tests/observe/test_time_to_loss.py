@@ -1,0 +1,41 @@
+import json
+
+import pytest
+
+from observe.time_to_loss import Curve, markdown, reach, read_curve, summarize
+
+
+def test_a_curve_counts_training_steps_alone(tmp_path):
+    """The first steps, which compile, count as the median of the others."""
+    rows = [dict(step=0, tokens=0, val_loss=9.0)]
+    rows += [dict(step=step, tokens=100 * (step + 1), step_ms=5000 if step == 0 else 200) for step in range(8)]
+    rows += [dict(step=8, tokens=800, val_loss=5.0), dict(step=8, tokens=800, samples=[""])]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    curve = read_curve(tmp_path)
+    assert curve.tokens == [0, 800] and curve.losses == [9.0, 5.0] and curve.seconds == pytest.approx([0, 1.6])
+
+
+def test_a_loss_is_reached_between_two_validations():
+    curve = Curve([0, 100, 200], [0.0, 1.0, 3.0], [8.0, 6.0, 2.0])
+    assert reach(curve, 5.0) == pytest.approx((125, 1.5))
+    assert reach(curve, 9.0) == (0, 0.0) and reach(curve, 2.0) == (200, 3.0) and reach(curve, 1.0) is None
+
+
+def test_the_table_has_ratios_to_the_first_and_to_the_rung_before():
+    def curves(*ends):
+        return [Curve([0, 1000], [0.0, 10.0], [10.0, end]) for end in ends]
+
+    first = summarize("first", curves(5.9, 6.1))
+    faster = summarize("faster", curves(2.0, 2.0), first["loss"])
+    worse = summarize("worse", curves(7.0, 2.0), first["loss"])
+    skipped = dict(rung="skipped", status="skipped", reason="no GPU")
+    assert (first["loss"], first["tokens"]) == (6.0, 1000) and worse["tokens"] is None
+    lines = markdown([first, skipped, faster, worse], 2).splitlines()[2:]
+    assert lines[0] == "| first | 6.0000 ± 0.1414 | 1,000 |  |  | 10.0 |  |  |"
+    assert lines[1] == "| skipped | skipped: no GPU |  |  |  |  |  |  |"
+    assert lines[2] == "| faster | 2.0000 ± 0.0000 | 500 | 2.00 | 2.00 | 5.0 | 2.00 | 2.00 |"
+    assert lines[3] == "| worse | 4.5000 ± 3.5355 | not reached |  |  | not reached |  |  |"
+    assert lines[5] == (
+        "Tokens and seconds to a validation loss of 6.0000, where the first rung ends: means over 2 seeds, ± the "
+        "standard deviation."
+    )

@@ -1,0 +1,109 @@
+"""Muon against torch.optim.Muon, and on several ranks against one."""
+
+import pytest
+import torch
+from conftest import expect_error, logged
+from test_optim import tiny
+
+from checkpoints import load
+from config import Config, defaults
+from optim.muon import Muon, orthogonalize
+from optim.optimizer import make_optimizer
+
+JORDAN = ((3.4445, -4.7750, 2.0315),) * 5  # torch.optim.Muon's coefficients
+MUON = "--optimizer muon --max_steps 4 --total_batch_size 384 --micro_batch_size 1 --checkpoint_every 2".split()
+
+
+@pytest.mark.parametrize("rows, columns", [(48, 48), (48, 192), (192, 48)])
+def test_singular_values_become_one(rows, columns):
+    """For singular values over two orders of magnitude; a matrix of zeros stays zero."""
+    U, _, Vh = torch.linalg.svd(torch.randn(2, rows, columns), full_matrices=False)
+    x = torch.zeros(3, rows, columns)
+    x[:2] = U * torch.logspace(0, -2, 48) @ Vh
+    result = orthogonalize(x)
+    values = torch.linalg.svdvals(result[:2])
+    assert values.min() > 0.85 and values.max() < 1.15
+    assert (result[:2] - U @ Vh).norm() < 0.1 * (U @ Vh).norm()
+    assert not result[2].any()
+
+
+def with_gradients(model, steps):
+    """Before each of so many steps, set gradients that are the same for every model of the same shapes."""
+    generator = torch.Generator().manual_seed(2)
+    for _ in range(steps):
+        for parameter in model.parameters():
+            parameter.grad = torch.randn(parameter.shape, generator=generator)
+        yield
+
+
+def is_matrix(name):
+    return name.startswith("transformer.h.") and name.endswith("weight") and "ln_" not in name
+
+
+def test_updates_are_those_of_pytorchs_muon_and_adamw():
+    """Where both do the same: q, k and v together, and torch.optim.Muon's coefficients."""
+    ours, reference = tiny(), tiny()
+    config = Config(optimizer="muon", lr=0.02, adamw_lr=0.01, weight_decay=0.5, momentum=0.9)
+    matrices = [parameter for name, parameter in reference.named_parameters() if is_matrix(name)]
+    others = [parameter for name, parameter in reference.named_parameters() if not is_matrix(name)]
+    muon = torch.optim.Muon(matrices, 0.02, weight_decay=0.5, momentum=0.9, adjust_lr_fn="match_rms_adamw")
+    groups = [
+        dict(params=[parameter for parameter in others if parameter.dim() == 2], weight_decay=0.5),
+        dict(params=[parameter for parameter in others if parameter.dim() < 2], weight_decay=0.0),
+    ]
+    adamw = torch.optim.AdamW(groups, lr=0.01, betas=(config.beta1, config.beta2), fused=True)
+    optimizer = make_optimizer(ours, config)
+    assert isinstance(optimizer, Muon)
+    for group in optimizer.matrices:
+        group["parts"], group["coefficients"] = 1, JORDAN
+    for _ in zip(with_gradients(ours, 5), with_gradients(reference, 5)):
+        optimizer.step()
+        muon.step()
+        adamw.step()
+    start = dict(tiny().named_parameters())
+    for (name, weight), expected in zip(ours.named_parameters(), reference.parameters()):
+        change = expected - start[name]
+        assert (weight - expected).norm() < 0.01 * change.norm(), name  # bf16 rounds
+
+
+def test_query_key_and_value_are_orthogonalized_apart():
+    model = tiny()
+    name, weight = next((n, p) for n, p in model.named_parameters() if n.endswith("c_attn.weight"))
+    optimizer = make_optimizer(model, Config(optimizer="muon", lr=1.0, weight_decay=0.0, momentum=0.0))
+    before = weight.detach().clone()
+    for _ in with_gradients(model, 1):
+        parts = orthogonalize(weight.grad.view(3, 16, 16).bfloat16()).float()
+        optimizer.step()
+    torch.testing.assert_close(before - weight, 0.2 * 16**0.5 * parts.view(48, 16), rtol=1e-3, atol=1e-3)
+
+
+def test_its_recipe_is_the_default_and_each_part_a_flag():
+    chosen = defaults(["train_gpt2.py", "--optimizer", "muon"])
+    assert chosen == defaults(["--optimizer=muon"]) and chosen.optimizer == "muon"
+    assert (chosen.lr_schedule, chosen.min_lr_ratio) == ("wsd", 0.0) and chosen.lr != Config().lr
+    assert defaults(["--optimizer", "adamw"]) == Config()
+
+
+def test_any_number_of_ranks_trains_as_one(train, train_several):
+    """On 3 ranks the rows of some matrices and the number of matrices do not divide evenly."""
+    whole = train("whole", *MUON)
+    sharded = [*MUON, "--parallel", "zero3"]
+    runs = dict(ddp=MUON, zero3=sharded, continued=[*sharded, "--resume", "log/whole/checkpoint_000002"])
+    hsdp = dict(hsdp=[*MUON, "--parallel", "hsdp", "--shard_ranks", 2, "--resume", "log/zero3/checkpoint_000002"])
+    expected = dict(load.load_model(whole / "checkpoint_000004").named_parameters())
+    for run in (*train_several(3, runs), *train_several(4, hsdp)):
+        count = len(logged(run))
+        assert count in (2, 4) and logged(run) == pytest.approx(logged(whole)[-count:], abs=2e-4)
+        for name, weight in load.load_model(run / "checkpoint_000004").named_parameters():
+            assert (weight - expected[name]).norm() < 0.01 * expected[name].norm(), name
+
+
+def test_resumes_bit_for_bit_and_not_with_another_optimizer(train):
+    whole = train("whole", *MUON)
+    continued = train("continued", *MUON, "--resume", "log/whole/checkpoint_000002")
+    assert logged(continued) == logged(whole)[2:]
+    weights = [load.load_model(run / "checkpoint_000004").state_dict() for run in (whole, continued)]
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+    adamw = ("--optimizer", "adamw", "--resume", "log/whole/checkpoint_000002")
+    refused = train("adamw", "--max_steps", 4, *adamw, fails=True)
+    expect_error(refused, "another model or optimizer wrote it", "--init_from")
