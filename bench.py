@@ -77,6 +77,7 @@ def time_steps(config, distributed):
     steps = trange(
         SETTLING_STEPS + config.steps, unit="step", leave=False, disable=None if distributed.is_main else True
     )
+    common.interrupt.end_at_once()  # a KeyboardInterrupt during compilation may abort the process
     with out_of_memory(less_memory(B)):
         for step in steps:
             start = time.perf_counter()

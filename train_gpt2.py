@@ -214,7 +214,9 @@ def loop(trainer, loader, val_stream, hellaswag, checkpointer, log, tracer, star
     step, tokens = start.step, start.tokens  # steps, and tokens trained on, so far
     bad_steps = 0  # consecutive steps whose loss or gradient was not finite
     stopping = False
-    stop_signal = None  # while the first step compiles, a signal ends the process at once: there is nothing to save
+    # until the first step, which compiles, is done, a signal ends the process at once: there is nothing to save
+    stop_signal = None
+    common.interrupt.end_at_once()
 
     while True:
         last = stopping or step >= config.max_steps

@@ -1,4 +1,4 @@
-"""Ctrl-C during imports, which take seconds: one line and exit code 130. Every command imports this module first.
+"""Ctrl-C during imports and compilation: one line and exit code 130. Every command imports this module first.
 
 A KeyboardInterrupt there may abort the process (pybind11) or get lost. common.cli.run() restores it after the imports.
 """
@@ -14,7 +14,13 @@ def end(*_):
     os._exit(130)  # 128 + SIGINT
 
 
-# only in a process that runs a command, not in one that imports it; nohup and shells may ignore Ctrl-C
+def end_at_once():
+    """From now on Ctrl-C ends the process without clean-up, unless nohup or a shell made it ignore Ctrl-C."""
+    if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
+        signal.signal(signal.SIGINT, end)
+
+
+# only in a process that runs a command, not in one that imports it
 script = Path(getattr(sys.modules["__main__"], "__file__", "")).resolve()
-if script.parent == Path(__file__).resolve().parent.parent and signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
-    signal.signal(signal.SIGINT, end)
+if script.parent == Path(__file__).resolve().parent.parent:
+    end_at_once()
