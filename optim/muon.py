@@ -45,7 +45,7 @@ class Muon(torch.optim.Optimizer):
     def __init__(self, groups, adamw, momentum=0.95, coefficients=COEFFICIENTS):
         """groups: dictionaries with params (matrices of one shape), lr, weight_decay, and parts: the number of
         matrices, one above the other, that each parameter consists of. adamw: a torch.optim.AdamW for the rest."""
-        super().__init__(groups, dict(momentum=momentum, coefficients=coefficients, fused=False))
+        super().__init__(groups, dict(momentum=momentum, coefficients=coefficients, fused=adamw.defaults["fused"]))
         self.matrices = list(self.param_groups)
         self.adamw = adamw
         self.param_groups += adamw.param_groups
@@ -56,23 +56,35 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure=None):
-        """One update of all parameters."""
+        """One update of all parameters.
+
+        As with fused AdamW, nothing changes if the attribute found_inf, a scalar on the device, is 1: the host does not
+        wait for it.
+        """
+        found_inf = getattr(self, "found_inf", None)
+        applied = 1.0  # or 0
+        if found_inf is not None:
+            self.adamw.found_inf, applied = found_inf, 1 - found_inf
         self.adamw.step()
         for group in self.matrices:
             weights = group["params"]
             shape, mesh = weights[0].shape, weights[0].device_mesh if isinstance(weights[0], DTensor) else None
-            gradients = [local(weight.grad) for weight in weights]
-            momenta = [local(self.state[weight]["momentum_buffer"]) for weight in weights]
+            gradient = torch.stack([local(weight.grad) for weight in weights])  # (N, rows of this rank, columns)
+            buffers = [local(self.state[weight]["momentum_buffer"]) for weight in weights]
             weights = [local(weight) for weight in weights]
-            torch._foreach_lerp_(momenta, gradients, 1 - group["momentum"])
-            directions = torch.stack(torch._foreach_lerp(gradients, momenta, group["momentum"])).bfloat16()
+            momentum = torch.stack(buffers)
+            if found_inf is not None:
+                gradient = momentum.where(found_inf > 0, gradient)  # the momentum stays as it is
+            momentum.lerp_(gradient, 1 - group["momentum"])
+            torch._foreach_copy_(buffers, momentum.unbind())
+            directions = gradient.lerp_(momentum, group["momentum"]).bfloat16()
             parts, coefficients = group["parts"], group["coefficients"]
             whole = to_owners(directions, shape[0], mesh)  # (n of this rank, rows, columns)
             whole = orthogonalize(whole.unflatten(1, (parts, -1)).flatten(0, 1), coefficients).view_as(whole)
             updates = from_owners(whole, directions, mesh)
             rate = group["lr"] * 0.2 * math.sqrt(max(shape[0] // parts, shape[1]))
-            torch._foreach_mul_(weights, 1 - group["lr"] * group["weight_decay"])
-            torch._foreach_add_(weights, list(updates.unbind()), alpha=-rate)
+            torch._foreach_mul_(weights, 1 - group["lr"] * group["weight_decay"] * applied)
+            torch._foreach_add_(weights, (updates.float() * (-rate * applied)).unbind())
 
 
 def orthogonalize(x, coefficients=COEFFICIENTS):
