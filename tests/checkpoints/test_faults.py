@@ -65,7 +65,7 @@ def writing(run):
     return any(not (path / "torn").exists() for path in run.glob("checkpoint_*.unfinished"))
 
 
-KILLS = 8
+KILLS = 6
 MUON = ("--optimizer", "muon")
 
 

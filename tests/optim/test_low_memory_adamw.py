@@ -126,9 +126,8 @@ def test_it_resumes_bit_for_bit_and_on_any_number_of_ranks(train, train_several)
     flags = "--max_steps 4 --total_batch_size 384 --micro_batch_size 4 --checkpoint_every 2".split()
     runs = {states: train(states, *flags, "--adamw_states", states) for states in STATES}
     assert "fused_adamw is off: PyTorch's fused AdamW stores" in (runs["int8"] / "output.txt").read_text()
-    int8 = [*flags, "--adamw_states", "int8"]
-    zero3 = [*int8, "--parallel", "zero3"]
-    ranks = dict(ddp=int8, zero3=zero3, continued=[*zero3, "--resume", "log/int8/checkpoint_000002"])
+    zero3 = [*flags, "--adamw_states", "int8", "--parallel", "zero3"]
+    ranks = dict(zero3=zero3, continued=[*zero3, "--resume", "log/int8/checkpoint_000002"])
     train_several(3, ranks)
     for name in ranks:
         runs[name] = runs["int8"].with_name(name)
@@ -142,10 +141,9 @@ def test_it_resumes_bit_for_bit_and_on_any_number_of_ranks(train, train_several)
             files = [run / "checkpoint_000004" / file for run in (back, runs[name])]
             assert filecmp.cmp(*files, shallow=False), (name, file)
 
-    # float32 and bf16 convert into each other; codes do not
+    # bf16 becomes float32; codes do not
     converted = train("converted", *flags, "--adamw_states", "float32", "--resume", "log/bf16/checkpoint_000002")
     assert "adamw_states is float32: the checkpoint was made with bf16" in (converted / "output.txt").read_text()
     assert logged(converted) == pytest.approx(logged(runs["bf16"])[2:], abs=1e-3)
-    for before, now in (("int8", "float32"), ("bf16", "int8")):
-        source = ("--adamw_states", now, "--resume", f"log/{before}/checkpoint_000002")
-        expect_error(train("other", *flags, *source, fails=True), "--adamw_states wrote it; --init_from")
+    source = ("--adamw_states", "float32", "--resume", "log/int8/checkpoint_000002")
+    expect_error(train("other", *flags, *source, fails=True), "--adamw_states wrote it; --init_from")
