@@ -135,6 +135,8 @@ class Recipe:
     """AdamW's decay rate of the second moment."""
     adamw_lr: float = 3.6e-3
     """With --optimizer muon: AdamW's peak learning rate, for embeddings, biases and LayerNorms; --lr is Muon's."""
+    adamw_states: Literal["float32", "bf16", "int8"] = "float32"
+    """How AdamW stores its two moments: 8, 4 or 2 bytes for each parameter; int8 has a scale for each 256 numbers."""
     momentum: float = 0.95
     """Muon's momentum."""
     grad_clip: float = 1.0
@@ -386,3 +388,7 @@ def check_bounds(config):
     for name in ("beta1", "beta2", "momentum"):
         if not 0 <= getattr(config, name) < 1:
             raise UserError(f"--{name} {getattr(config, name)}: it must be at least 0 and below 1")
+    if config.adamw_states == "bf16" and max(config.beta1, config.beta2) > 1 - 2**-8:
+        raise UserError(
+            "--adamw_states bf16 needs --beta1 and --beta2 of at most 0.996: bf16 rounds a slower decay away"
+        )

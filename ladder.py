@@ -294,17 +294,17 @@ def climb_to_loss(config):
                 runs.append(measure(arguments, folder, f"{index}_seed{seed}", ranks, steps, bar))
                 if runs[-1]["status"] != "done":
                     break  # the other seeds would fail too
-            failure = next((run for run in runs if run["status"] != "done"), None)
-            if failure and not results:
-                raise UserError(failure["reason"])
-            if failure:
-                results.append(dict(failure, rung=name))
-            else:
+            result = next((run for run in runs if run["status"] != "done"), None)
+            if not result:
+                seeds = [time_to_loss.read_curve(folder / run["name"]) for run in runs]
+                result = time_to_loss.summarize(name, seeds, results[0]["loss"] if results else None)
+            if result["status"] == "done":
                 changes |= recipe
-                curves[name] = [time_to_loss.read_curve(folder / run["name"]) for run in runs]
-                target = results[0]["loss"] if results else None
-                summary = time_to_loss.summarize(name, curves[name], target)
-                results.append(dict(summary, facts=runs[0]["facts"], commands=[run["command"] for run in runs]))
+                curves[name] = seeds
+                result |= dict(facts=runs[0]["facts"], commands=[run["command"] for run in runs])
+            elif not results:
+                raise UserError(result["reason"])
+            results.append(dict(result, rung=name))
             bar.update((index + 1) * config.seeds * steps - bar.n)
             bar.write(time_to_loss.row(results))
             draw = partial(figures.time_to_loss, curves, results[0]["loss"], results[0]["facts"])

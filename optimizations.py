@@ -47,8 +47,10 @@ def inductor(config, distributed):
         return f"torch.compile needs {missing}, and this machine has none"
 
 
-def skippable_update(config, distributed):
+def fused_update(config, distributed):
     """A fused update skips a bad step on the device, by found_inf, which PyTorch reads on CUDA and CPUs."""
+    if config.adamw_states != "float32":
+        return "PyTorch's fused AdamW stores its moments in float32"
     if distributed.device.type == "mps":
         return "on Apple GPUs PyTorch does not skip a fused update whose gradients are not finite"
 
@@ -175,11 +177,20 @@ OPTIMIZATIONS = (
         ),
     ),
     switch("pad_vocab", "a vocabulary padded from 50257 to 50304 rows, which tensor-core tiles divide", in_model=True),
-    switch("fused_adamw", "the optimizer's update of all parameters in one kernel", needs=skippable_update),
+    switch("fused_adamw", "the optimizer's update of all parameters in one kernel", needs=fused_update),
     Optimization(
         "recipe",
         # without GPT-3's recipe: the defaults of torch.optim.AdamW at a learning rate of 3e-4
-        dict(lr=3e-4, lr_schedule="constant", warmup_steps=0, weight_decay=0.01, beta2=0.999, grad_clip=0.0),
+        # (and its float32 moments: bf16 rounds a decay of 0.999 away)
+        dict(
+            lr=3e-4,
+            lr_schedule="constant",
+            warmup_steps=0,
+            weight_decay=0.01,
+            beta2=0.999,
+            grad_clip=0.0,
+            adamw_states="float32",
+        ),
         "GPT-3's recipe",
         "GPT-3's hyperparameters",
         changes="recipe",

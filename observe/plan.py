@@ -38,6 +38,8 @@ def print_plan(trainer, notes, start, train_stream, val_stream, hellaswag, log, 
     evaluated = max(1, min(config.val_tokens, val_stream.total - 1) // config.seq_len) * config.seq_len
     data += f"{len(val_stream.shards)} val, {evaluated:,} of {val_stream.total:,} tokens"
     recipe = f"{config.optimizer}, lr {config.lr:g}, {config.warmup_steps} warm-up steps, then {config.lr_schedule}"
+    if config.adamw_states != "float32":
+        recipe += f"; AdamW's moments in {config.adamw_states}"
     mfu = "unknown for this device: give --peak_tflops"
     if log.peak_flops:
         mfu = f"relative to {log.peak_flops / 1e12 / world_size:g} TFLOP/s a device"

@@ -1,6 +1,7 @@
 """How many tokens and how much time a run takes to reach a validation loss."""
 
 import json
+import math
 import statistics
 from typing import NamedTuple
 
@@ -16,7 +17,7 @@ class Curve(NamedTuple):
 
     tokens: list  # trained on
     seconds: list  # of training steps; evaluations and compilation do not count
-    losses: list  # nats
+    losses: list  # nats; NaN where the loss was not finite
 
 
 def read_curve(folder):
@@ -29,8 +30,9 @@ def read_curve(folder):
         if "step_ms" in row:
             elapsed += usual if steps < SETTLING_STEPS else row["step_ms"] / 1000
             steps += 1
-        elif row.get("val_loss") is not None:
-            for values, value in zip(curve, (row["tokens"], elapsed, row["val_loss"])):
+        elif "val_loss" in row:
+            loss = math.nan if row["val_loss"] is None else row["val_loss"]  # JSON has no NaN
+            for values, value in zip(curve, (row["tokens"], elapsed, loss)):
                 values.append(value)
     return curve
 
@@ -39,11 +41,9 @@ def reach(curve, target):
     """(tokens, seconds) at which a Curve first reaches a loss, by linear interpolation; None if it never does."""
     for i, loss in enumerate(curve.losses):
         if loss <= target:
-            if i == 0:
-                return curve.tokens[0], curve.seconds[0]
-            before = curve.losses[i - 1]
-            part = (before - target) / (before - loss)
-            return tuple(xs[i - 1] + part * (xs[i] - xs[i - 1]) for xs in (curve.tokens, curve.seconds))
+            before = curve.losses[i - 1] if i else math.nan
+            part = (before - target) / (before - loss) if math.isfinite(before) else 1
+            return tuple(xs[i] - (1 - part) * (xs[i] - xs[i - 1]) for xs in (curve.tokens, curve.seconds))
     return None
 
 
@@ -51,8 +51,12 @@ def summarize(name, curves, target=None):
     """A rung over several seeds: mean and standard deviation of the final loss, mean tokens and seconds to the target.
 
     target: a loss; without one the runs' ends count. tokens and seconds are None if a seed does not reach the target.
+    status is "diverged", with a reason, if a seed's last validation loss is not finite.
     """
     finals = [curve.losses[-1] for curve in curves]
+    if diverged := sum(not math.isfinite(loss) for loss in finals):
+        reason = f"the last validation loss is not finite for {diverged} of {len(finals)} seeds"
+        return dict(rung=name, status="diverged", reason=reason)
     reached = [(c.tokens[-1], c.seconds[-1]) if target is None else reach(c, target) for c in curves]
     tokens, seconds = map(statistics.mean, zip(*reached)) if all(reached) else (None, None)
     spread = statistics.stdev(finals) if len(finals) > 1 else None

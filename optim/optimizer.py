@@ -2,12 +2,13 @@
 
 import torch
 
+from optim.low_memory_adamw import LowMemoryAdamW, moment_bytes
 from optim.muon import Muon
 
 
 def state_bytes(config):
-    """Bytes of float32 optimizer state per parameter of a block: Muon's momentum, or AdamW's two moments."""
-    return 4 if config.optimizer == "muon" else 8
+    """Bytes of optimizer state per parameter of a block: Muon's float32 momentum, or AdamW's two moments."""
+    return 4 if config.optimizer == "muon" else moment_bytes(config.adamw_states, config.n_embd)
 
 
 def make_optimizer(model, config):
@@ -28,10 +29,13 @@ def make_optimizer(model, config):
         dict(params=[p for p in rest if p.dim() >= 2], weight_decay=config.weight_decay, peak=peak),
         dict(params=[p for p in rest if p.dim() < 2], weight_decay=0.0, peak=peak),
     ]
-    # fused_adamw: one kernel updates all parameters, instead of several launches for each operation
-    optimizer = torch.optim.AdamW(
-        groups, lr=peak, betas=(config.beta1, config.beta2), eps=1e-8, fused=config.fused_adamw or None
-    )
+    settings = dict(lr=peak, betas=(config.beta1, config.beta2), eps=1e-8)
+    if config.adamw_states == "float32":
+        # fused_adamw: one kernel updates all parameters, instead of several launches for each operation
+        optimizer = torch.optim.AdamW(groups, fused=config.fused_adamw or None, **settings)
+    else:
+        # adamw_states: moments of 2 bytes or 1 instead of 4
+        optimizer = LowMemoryAdamW(groups, config.adamw_states, config.compile, **settings)
     if matrices:
         groups = [
             dict(params=parameters, parts=parts, lr=config.lr, weight_decay=config.weight_decay, peak=config.lr)

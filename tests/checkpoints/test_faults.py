@@ -65,12 +65,15 @@ def writing(run):
     return any(not (path / "torn").exists() for path in run.glob("checkpoint_*.unfinished"))
 
 
-KILLS = 16
+KILLS = 6
+MUON = ("--optimizer", "muon")
 
 
-def test_killed_at_random_moments(train, corpus, tmp_path):
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_killed_at_random_moments(train, corpus, tmp_path, optimizer):
     """Every other time inside of a checkpoint: every run ends as if nothing had happened."""
-    script, flags = str(ROOT / "train_gpt2.py"), [*longer(40), "--data_dir", str(corpus), *map(str, EVERY_3)]
+    own = (*EVERY_3, "--optimizer", optimizer)
+    script, flags = str(ROOT / "train_gpt2.py"), [*longer(40), "--data_dir", str(corpus), *map(str, own)]
     outputs = [tmp_path / "out.txt", tmp_path / "err.txt"]
     moments = random.Random(7)
     runs = killed = in_checkpoints = 0
@@ -95,15 +98,15 @@ def test_killed_at_random_moments(train, corpus, tmp_path):
         if killed >= KILLS:
             break
     assert in_checkpoints
-    whole = train("whole", *EVERY_3, "--max_steps", 40, drop="--checkpoint_every --val_every --max_steps")
+    whole = train("whole", *own, "--max_steps", 40, drop="--checkpoint_every --val_every --max_steps")
     for i in range(runs):
         same(tmp_path / "log" / f"killed-{i}", whole, 40)
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_resumed_it_is_the_same_run(train, ranks):
+@pytest.mark.parametrize("ranks, flags", [(1, ()), (2, MUON)])
+def test_resumed_it_is_the_same_run(train, ranks, flags):
     options = dict(ranks=ranks, drop="--checkpoint_every --val_every --max_steps")
-    arguments = (*EVERY_3, "--max_steps", 8, "--deterministic")
+    arguments = (*EVERY_3, *flags, "--max_steps", 8, "--deterministic")
     whole = train("whole", *arguments, **options)
     train("parts", *arguments, "--keep_checkpoints", 1, **options)
     parts = whole.with_name("parts")
@@ -143,9 +146,11 @@ def test_a_signal_during_the_first_step_ends_at_once(tmp_path, corpus, train, nu
     train("compiling")
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP])
-def test_a_signal_saves_and_ends_well(tmp_path, corpus, train, number):
-    process = start(tmp_path, "stopped", steps=5000)
+@pytest.mark.parametrize(
+    "number, flags", [(signal.SIGTERM, MUON), (signal.SIGINT, ()), (signal.SIGUSR1, ()), (signal.SIGHUP, MUON)]
+)
+def test_a_signal_saves_and_ends_well(tmp_path, corpus, number, flags):
+    process = start(tmp_path, "stopped", *flags, steps=5000)
     process.send_signal(number)
     out, err = process.communicate(timeout=60)
     assert process.returncode == 0, err
@@ -290,15 +295,16 @@ def test_a_rank_that_dies_ends_the_others(tmp_path, corpus):
 
 
 def test_a_damaged_checkpoint_gives_way_to_the_one_before(train):
-    run = train("damaged", *EVERY_3, drop="--checkpoint_every --val_every")
-    whole = train("whole", *EVERY_3, "--max_steps", 7, drop="--checkpoint_every --val_every --max_steps")
+    run = train("damaged", *MUON, *EVERY_3, drop="--checkpoint_every --val_every")
+    whole = train("whole", *MUON, *EVERY_3, "--max_steps", 7, drop="--checkpoint_every --val_every --max_steps")
     shutil.rmtree(run)
     shutil.copytree(whole, run)
     for step, name in ((7, "model.safetensors"), (6, "config.json")):
         path = run / f"checkpoint_{step:06d}" / name
         path.write_bytes(path.read_bytes()[:-100])
     text = (
-        train("damaged", *EVERY_3, "--max_steps", 7, drop="--checkpoint_every --val_every --max_steps") / "output.txt"
+        train("damaged", *MUON, *EVERY_3, "--max_steps", 7, drop="--checkpoint_every --val_every --max_steps")
+        / "output.txt"
     ).read_text()
     assert "checkpoint_000007 is damaged" in text and "checkpoint_000006 is damaged" in text
     assert "resumed from log/damaged/checkpoint_000003" in text
@@ -334,6 +340,7 @@ def test_a_run_that_ends_with_ruined_weights_fails(train):
         (("--resume", "nowhere"), ("nowhere",)),
         (("--n_layer", 3), ("n_layer is 3, but 2 in", "--resume log/run")),
         (("--seed", 5), ("seed",)),
+        (MUON, ("another model, --optimizer or --adamw_states wrote it", "--init_from")),
         (("--resume", "never"), ("already holds a run",)),
     ],
 )

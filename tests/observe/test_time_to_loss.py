@@ -21,6 +21,23 @@ def test_a_loss_is_reached_between_two_validations():
     assert reach(curve, 9.0) == (0, 0.0) and reach(curve, 2.0) == (200, 3.0) and reach(curve, 1.0) is None
 
 
+def test_a_run_that_ends_without_a_finite_loss_has_diverged(tmp_path):
+    """Its earlier losses do not count; a loss in the middle that is not finite is no end."""
+    curves = {}
+    for name, losses in (("sound", (9.0, None, 5.0)), ("ruined", (9.0, 6.0, None))):
+        rows = [dict(step=step, tokens=100 * (step + 1), step_ms=200) for step in range(8)]
+        rows += [dict(step=8, tokens=800 + i, val_loss=loss) for i, loss in enumerate(losses)]
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        curves[name] = read_curve(tmp_path / name)
+    assert reach(curves["sound"], 7.0) == pytest.approx((802, 1.6)) and reach(curves["ruined"], 4.0) is None
+    first = summarize("first", [curves["sound"]])
+    ruined = summarize("ruined", [curves["sound"], curves["ruined"]], first["loss"])
+    assert (first["loss"], ruined["status"]) == (5.0, "diverged")
+    line = markdown([first, ruined], 2).splitlines()[3]
+    assert line.startswith("| ruined | diverged: the last validation loss is not finite for 1 of 2 seeds |")
+
+
 def test_the_table_has_ratios_to_the_first_and_to_the_rung_before():
     def curves(*ends):
         return [Curve([0, 1000], [0.0, 10.0], [10.0, end]) for end in ends]
