@@ -104,7 +104,9 @@ def short_run(config):
     off = dict.fromkeys((*EVALUATIONS, "batch_warmup_steps"), 0)
     off |= dict(ladder=False, rungs="all", ladder_steps=Config.ladder_steps)
     off |= dict(log_dir=Config.log_dir, run_name=None, wandb_group=None)
-    return flags(dataclasses.replace(config, **off, max_steps=SETTLING_STEPS + config.ladder_steps))
+    steps = SETTLING_STEPS + config.ladder_steps
+    warmup = min(config.warmup_steps, steps // 4)  # the schedule fits into the run
+    return flags(dataclasses.replace(config, **off, max_steps=steps, warmup_steps=warmup))
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -120,18 +122,12 @@ def climb(config):
         return  # torchrun's rank 0 starts the processes of every rung
     if config.fp8 and config.parallel != "ddp":
         raise UserError(f"--fp8 needs --parallel ddp, not {config.parallel}")
-    rungs = [("baseline",), *choose_rungs(config.rungs, count_devices(config), config.fp8)]
+    rungs = choose_rungs(config.rungs, count_devices(config), config.fp8)
     check(config)
     folder = prepare(config.log_dir, config.run_name, "ladder")
     print(f"results: {folder}/" + (", of the demo's small model (GPT-2 needs a GPU, and data)" if config.demo else ""))
-    # shorten the warm-up so that the schedule fits into the run
-    squeezed = min(config.warmup_steps, (SETTLING_STEPS + config.ladder_steps) // 4)
-    config = dataclasses.replace(config, warmup_steps=squeezed)
     device = torch.device(choose_device_type(config.device))
-    first = first_micro_batch(config, device)
-
     on = []  # rungs done
-    before = None  # the config of the last rung that ran
     results = []
     print(align(COLUMNS, WIDTHS))
     steps = SETTLING_STEPS + config.ladder_steps
@@ -142,26 +138,21 @@ def climb(config):
         bar.write(uneven_warning(result), end="")
         save(folder, "ladder", results, markdown(results), partial(figures.ladder, results), config.ladder_steps)
 
-    with tqdm(total=len(rungs) * steps, unit="step", leave=False, disable=None) as bar:
-        for index, names in enumerate(rungs):
+    with tqdm(total=(1 + len(rungs)) * steps, unit="step", leave=False, disable=None) as bar:
+        baseline, result = measure_baseline(config, device, folder, bar)
+        show(result | dict(rung="baseline"))
+        before = baseline if result["status"] == "done" else None  # the config of the last rung that ran
+        for index, names in enumerate(rungs, 1):
             bar.set_description(" + ".join(map(str, names)))
             ranks = names[1] if names[0] == "ddp" else 1
-            rung, idle = fit_rung(config, on, names, first, Distributed(0, ranks, device), before)
+            rung, idle = fit_rung(config, on, names, baseline.micro_batch_size, Distributed(0, ranks, device), before)
             for name, reason in idle.items():
                 show(dict(rung=f"+ {name}", name=name, status="skipped", reason=reason))
             names = tuple(name for name in names if name not in idle)
             if names in ((), (1,)):
                 bar.update(steps)
                 continue
-            folder_name = f"{index:02d}_{'+'.join(map(str, names))}"
-            result = measure(short_run(rung), folder, folder_name, ranks, steps, bar)
-            while index == 0 and result.get("reason") == OUT_OF_MEMORY and first > 1:
-                first //= 2  # halve until the baseline fits into memory
-                bar.update(-steps)
-                rung, _ = fit_rung(config, on, names, first, Distributed(0, 1, device), None)
-                result = measure(short_run(rung), folder, f"{folder_name}_B{first}", ranks, steps, bar)
-            if index == 0 and result["status"] == "skipped" and result["reason"] != OUT_OF_MEMORY:
-                raise UserError(result["reason"])  # a mistake in the flags fails every rung
+            result = measure(short_run(rung), folder, f"{index:02d}_{'+'.join(map(str, names))}", ranks, steps, bar)
             if result["status"] == "done":
                 on += names
                 before = rung
@@ -171,6 +162,26 @@ def climb(config):
         print(f"{done[-1]['tokens_per_sec'] / done[0]['tokens_per_sec']:.1f} × from {done[0]['rung']} to the last rung")
     print(f"{folder}/ has ladder.md, ladder.json, ladder.png and every run")
     report_failures(results)
+
+
+def measure_baseline(config, device, folder, bar):
+    """(Config, result of measure()) of the first rung, with all optimizations off, in the run folder/00_baseline.
+
+    Its micro-batch is halved until it fits into memory. Raises UserError if it cannot run for another reason.
+    """
+    B, name, steps = first_micro_batch(config, device), "00_baseline", SETTLING_STEPS + config.ladder_steps
+    bar.set_description("baseline")
+    while True:
+        rung, _ = fit_rung(config, [], (), B, Distributed(0, 1, device), None)
+        result = measure(short_run(rung), folder, name, 1, steps, bar)
+        if result.get("reason") != OUT_OF_MEMORY or B == 1:
+            break
+        B //= 2
+        name = f"00_baseline_B{B}"
+        bar.update(-steps)
+    if result["status"] == "skipped" and result["reason"] != OUT_OF_MEMORY:
+        raise UserError(result["reason"])  # a mistake in the flags fails every rung
+    return rung, result
 
 
 def count_devices(config):
@@ -251,8 +262,6 @@ def with_rungs(config, on, first):
 
 def label(names, result, mode):
     """A rung's name in the table; mode: its --parallel."""
-    if names[0] == "baseline":
-        return "baseline"
     if result["status"] != "done":
         return "+ " + " + ".join(map(str, names)).replace("ddp + ", f"{mode.upper()} × ")
     facts = result["facts"] | dict(parallel=mode.upper())
@@ -266,6 +275,7 @@ def label(names, result, mode):
 def climb_to_loss(config):
     """Train with one recipe after the other, from several seeds: to_loss.json, to_loss.md and the figure to_loss.png.
 
+    The speed of the other ladder's baseline is measured first: what the first recipe takes without any optimization.
     Raises UserError if the first recipe cannot run, or if a run failed.
     """
     if launched()[0]:
@@ -284,14 +294,16 @@ def climb_to_loss(config):
     distributed = Distributed(0, ranks, torch.device(choose_device_type(config.device)))
     results, curves, changes = [], {}, {}
     with tqdm(total=len(RECIPES) * config.seeds * steps, unit="step", leave=False, disable=None) as bar:
-        for index, (name, recipe) in enumerate(RECIPES.items()):
+        _, baseline = measure_baseline(config, distributed.device, folder, bar)
+        bar.reset()
+        for index, (name, recipe) in enumerate(RECIPES.items(), 1):
             rung, notes = turn_off_unavailable(long_run(config, changes | recipe), distributed)
             idle = "; ".join(str(note) for note in notes if note.flag in recipe)
             runs = [dict(status="skipped", reason=idle)] if idle else []
             for seed in () if idle else range(config.seed, config.seed + config.seeds):
                 bar.set_description(f"{name}, seed {seed}")
                 arguments = flags(dataclasses.replace(rung, seed=seed))
-                runs.append(measure(arguments, folder, f"{index}_seed{seed}", ranks, steps, bar))
+                runs.append(measure(arguments, folder, f"{index:02d}_seed{seed}", ranks, steps, bar))
                 if runs[-1]["status"] != "done":
                     break  # the other seeds would fail too
             result = next((run for run in runs if run["status"] != "done"), None)
@@ -305,10 +317,11 @@ def climb_to_loss(config):
             elif not results:
                 raise UserError(result["reason"])
             results.append(dict(result, rung=name))
-            bar.update((index + 1) * config.seeds * steps - bar.n)
+            bar.update(index * config.seeds * steps - bar.n)
             bar.write(time_to_loss.row(results))
             draw = partial(figures.time_to_loss, curves, results[0]["loss"], results[0]["facts"])
-            save(folder, "to_loss", results, time_to_loss.markdown(results, config.seeds), draw)
+            save(folder, "to_loss", results, time_to_loss.markdown(results, config.seeds, baseline), draw)
+    print(time_to_loss.sooner(results, baseline))
     print(f"{folder}/ has to_loss.md, to_loss.json, to_loss.png and every run")
     report_failures(results)
 

@@ -89,7 +89,8 @@ def row(results):
     return align(texts, WIDTHS) if len(texts) > 2 else f"{texts[0]:{WIDTHS[0]}}  {texts[1]}"
 
 
-def markdown(results, seeds):
+def markdown(results, seeds, baseline):
+    """The table, and a sentence on what it shows. baseline: sooner()'s."""
     lines = [f"| {' | '.join(COLUMNS)} |", "| --- |" + " ---: |" * (len(COLUMNS) - 1)]
     for count in range(1, len(results) + 1):
         texts = cells(results[:count])
@@ -97,6 +98,23 @@ def markdown(results, seeds):
     means = f"means over {seeds} seeds, ± the standard deviation" if seeds > 1 else "one seed"
     lines += [
         "",
-        f"Tokens and seconds to a validation loss of {results[0]['loss']:.4f}, where the first rung ends: {means}.",
+        f"Tokens and seconds to a validation loss of {results[0]['loss']:.4f}, where the first rung ends: {means}. "
+        + sooner(results, baseline),
     ]
     return "\n".join(lines)
+
+
+def sooner(results, baseline):
+    """How much sooner the fastest rung reaches the first one's loss than the first rung would without optimizations.
+
+    baseline: measure()'s result of the other ladder's first rung.
+    """
+    first, best = results[0], min((r for r in results if r.get("seconds")), key=lambda r: r["seconds"])
+    if baseline["status"] != "done":
+        return f"Without optimizations {first['rung']} cannot run: {baseline['reason']}."
+    rate = baseline["tokens_per_sec"]
+    seconds = first["tokens"] / rate
+    return (
+        f"Without optimizations (float32, eager, {rate:,.0f} tokens/sec) {first['rung']} would take {seconds:,.1f} s; "
+        f"{best['rung']} takes {best['seconds']:,.1f} s: {seconds / best['seconds']:.1f} × sooner."
+    )

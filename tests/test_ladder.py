@@ -62,7 +62,7 @@ def test_rungs_by_name():
 
 
 def test_the_ladder_of_recipes_climbs(train, tmp_path):
-    flags = ("--to_loss", "--seeds", 1, "--max_steps", 8, "--val_tokens", 256)
+    flags = ("--to_loss", "--seeds", 1, "--max_steps", 8, "--val_tokens", 256, "--ladder_steps", 1)
     folder = train("recipes", *flags, script="ladder.py")
     results = json.loads((folder / "to_loss.json").read_text())["results"]
     assert [(r["rung"], r["status"]) for r in results] == [
@@ -74,13 +74,16 @@ def test_the_ladder_of_recipes_climbs(train, tmp_path):
     assert "fp8 is off: this is cpu, not an NVIDIA GPU" in results[3]["reason"]
     assert [results[i]["facts"]["lr_schedule"] for i in range(3)] == ["cosine", "linear", "wsd"]
     assert results[2]["facts"]["optimizer"] == "muon" and results[2]["facts"]["warmup_steps"] == 2
-    for index, result in enumerate(results[:3]):
-        run = folder / f"{index}_seed1337"
+    for index, result in enumerate(results[:3], 1):
+        run = folder / f"{index:02d}_seed1337"
         assert result["finals"] == pytest.approx([logged(run, "val")[-1]], abs=1e-4)
         assert len(logged(run)) == 8 and len(logged(run, "val")) == 9
-    orders = [logged(folder / f"{index}_seed1337")[0] for index in range(3)]
+    orders = [logged(folder / f"{index:02d}_seed1337")[0] for index in (1, 2, 3)]
     assert orders == [orders[0]] * 3  # the same weights and data
-    assert "Muon" in (folder / "to_loss.md").read_text() and (folder / "to_loss.png").stat().st_size > 10_000
+    baseline = json.loads((folder / "00_baseline" / "config.json").read_text())
+    assert not baseline["flash"] and baseline["autocast"] == "off"
+    assert " s: " in (folder / "output.txt").read_text().splitlines()[-2]
+    assert "× sooner" in (folder / "to_loss.md").read_text() and (folder / "to_loss.png").stat().st_size > 10_000
 
 
 def test_a_ladder_climbs(train, tmp_path):

@@ -34,7 +34,7 @@ def test_a_run_that_ends_without_a_finite_loss_has_diverged(tmp_path):
     first = summarize("first", [curves["sound"]])
     ruined = summarize("ruined", [curves["sound"], curves["ruined"]], first["loss"])
     assert (first["loss"], ruined["status"]) == (5.0, "diverged")
-    line = markdown([first, ruined], 2).splitlines()[3]
+    line = markdown([first, ruined], 2, dict(status="skipped", reason="out of memory")).splitlines()[3]
     assert line.startswith("| ruined | diverged: the last validation loss is not finite for 1 of 2 seeds |")
 
 
@@ -47,12 +47,13 @@ def test_the_table_has_ratios_to_the_first_and_to_the_rung_before():
     worse = summarize("worse", curves(7.0, 2.0), first["loss"])
     skipped = dict(rung="skipped", status="skipped", reason="no GPU")
     assert (first["loss"], first["tokens"]) == (6.0, 1000) and worse["tokens"] is None
-    lines = markdown([first, skipped, faster, worse], 2).splitlines()[2:]
+    lines = markdown([first, skipped, faster, worse], 2, dict(status="done", tokens_per_sec=20.0)).splitlines()[2:]
     assert lines[0] == "| first | 6.0000 ± 0.1414 | 1,000 |  |  | 10.0 |  |  |"
     assert lines[1] == "| skipped | skipped: no GPU |  |  |  |  |  |  |"
     assert lines[2] == "| faster | 2.0000 ± 0.0000 | 500 | 2.00 | 2.00 | 5.0 | 2.00 | 2.00 |"
     assert lines[3] == "| worse | 4.5000 ± 3.5355 | not reached |  |  | not reached |  |  |"
     assert lines[5] == (
         "Tokens and seconds to a validation loss of 6.0000, where the first rung ends: means over 2 seeds, ± the "
-        "standard deviation."
+        "standard deviation. Without optimizations (float32, eager, 20 tokens/sec) first would take 50.0 s; faster "
+        "takes 5.0 s: 10.0 × sooner."
     )
