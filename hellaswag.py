@@ -156,7 +156,7 @@ class MultipleChoice:
         sums = torch.zeros(len(self.lengths), dtype=torch.float64)
         for values, batch in own:  # a loop of its own: reading the losses waits for the device
             sums.index_add_(0, batch.endings, values[: len(batch.endings)].cpu().double())
-        return torch.stack(distributed.all_gather(sums)).sum(dim=0)
+        return torch.stack(distributed.all_gather(sums)[:: distributed.tensor]).sum(dim=0)
 
     def losses(self, losses_of, distributed, title="HellaSwag", stop_signal=None):
         """Two tables (items, most endings): summed losses, and losses per token; inf where an ending does not exist."""

@@ -79,8 +79,8 @@ class CausalSelfAttention(nn.Module):
         self.c_proj = nn.Linear(config.n_embd, config.n_embd)
 
     def forward(self, x, past=None):
-        B, T, C = x.shape
-        qkv = self.c_attn(x)
+        qkv = self.c_attn(x)  # (B, T, 3C)
+        B, T, C = *qkv.shape[:2], qkv.size(2) // 3
         # packed_qkv: cuDNN writes the gradients of q, k and v into one (B, T, 3C) tensor, which c_attn's backward reads
         if self.packed_qkv and past is None:
             from kernels.attention import packed_qkv  # needs nvidia-cudnn-frontend
@@ -266,8 +266,8 @@ class GPT(nn.Module):
         # -inf keeps the padding out of the softmax for free; slicing it off would copy all logits (7% of a step).
         padding = None
         if self.config.table_rows > self.config.vocab_size:
-            padding = torch.zeros(self.config.table_rows, device=x.device)
-            padding[self.config.vocab_size :] = float("-inf")
+            padding = x.new_zeros(self.config.table_rows)
+            padding[self.config.vocab_size :].fill_(float("-inf"))
         logits = F.linear(x, self.transformer.wte.weight, padding)  # (..., V); the head is tied to the token embedding
         if targets is None:
             return logits[..., : self.config.vocab_size]

@@ -58,7 +58,7 @@ def fused_update(config, distributed):
 def bf16_gpu(config, distributed):
     if config.autocast != "bf16":
         return "it needs --autocast bf16"
-    if distributed.device.type == "cpu" and config.parallel == "ddp":
+    if distributed.device.type == "cpu" and config.parallel == "ddp" and distributed.tensor == 1:
         return "with ddp it is for GPUs: a CPU computes LayerNorm and additions faster in float32"
 
 
@@ -75,9 +75,17 @@ def triton(config, distributed):
     return missing_package("triton", "triton")
 
 
+def triton_and_whole_head(config, distributed):
+    if distributed.tensor > 1:
+        return "with --tensor each rank has a part of the head"
+    return triton(config, distributed)
+
+
 def cublaslt_epilogues(config, distributed):
     if problem := nvidia_gpu(config, distributed):
         return problem
+    if distributed.tensor > 1:
+        return "with --tensor a collective follows the MLP's GEMMs"
     if config.autocast == "off" or torch.cuda.get_device_capability(distributed.device) < (8, 0):
         return "it needs --autocast bf16 or fp16, and an Ampere GPU or newer"
     return None if cublaslt.library() else "PyTorch has no cuBLASLt here"
@@ -103,8 +111,8 @@ def hopper(config, distributed):
         return problem
     if torch.cuda.get_device_capability(distributed.device) < (9, 0):
         return f"{torch.cuda.get_device_name(distributed.device)} is older than Hopper"
-    if config.autocast != "bf16" or config.parallel != "ddp":
-        return "it needs --autocast bf16 and --parallel ddp"
+    if config.autocast != "bf16" or config.parallel != "ddp" or distributed.tensor > 1:
+        return "it needs --autocast bf16 and --parallel ddp, without --tensor"
     return triton(config, distributed)
 
 
@@ -114,8 +122,8 @@ def several_ranks(config, distributed):
 
 
 def compiled_ddp(config, distributed):
-    if not config.compile or config.parallel != "ddp" or distributed.world_size == 1:
-        return "it needs --compile, --parallel ddp and several ranks"
+    if not config.compile or config.parallel != "ddp" or distributed.tensor > 1 or distributed.world_size == 1:
+        return "it needs --compile, --parallel ddp without --tensor, and several ranks"
 
 
 def bf16_all_reduce(config, distributed):
@@ -218,7 +226,7 @@ OPTIMIZATIONS = (
     switch(
         "fused_cross_entropy",
         "head, cross-entropy and their gradients for 4,096 tokens at a time, by a Triton kernel",
-        needs=triton,
+        needs=triton_and_whole_head,
         in_model=True,
     ),
     switch(
@@ -246,7 +254,7 @@ OPTIMIZATIONS = (
     ),
     Optimization(
         "ddp",
-        dict(parallel="ddp", shard_ranks=None),
+        dict(parallel="ddp", shard_ranks=None, tensor=1),
         "{parallel} × {world_size}",
         "every GPU computes a share of the batch; gradients are averaged once a step",
         needs=several_ranks,

@@ -119,8 +119,15 @@ def sample(model, prompt, count, max_new_tokens, seed=42, stop_signal=None, **op
     return [prompt + get_tokenizer().decode(row) for row in rows]
 
 
-def sample_in_training(model, seed, stop_signal=None):
-    """Four short texts, or the reason why there are none: a list of strings; None after a stop signal."""
+def sample_in_training(model, seed, distributed, stop_signal=None):
+    """Four short texts, or the reason why there are none: a list of strings; None after a stop signal.
+
+    The ranks that share rank 0's micro-batches compute them, the others return None.
+    """
+    if distributed.data_rank:
+        return None
+    if distributed.tensor > 1:
+        stop_signal = None  # one rank must not stop alone: the training loop stops after the samples
     try:
         return sample(model, PROMPT, count=4, max_new_tokens=24, seed=seed, stop_signal=stop_signal)
     except UserError as error:  # the logits are not finite; max_bad_steps decides when the run stops

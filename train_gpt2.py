@@ -40,7 +40,7 @@ from observe.run_log import RunLog
 from optim.optimizer import make_optimizer, update_if_finite
 from optim.schedules import accumulation_steps, learning_rate
 from optimizations import model_switches, plan_switches, saved_operators
-from parallel import fsdp, process_group
+from parallel import fsdp, process_group, tensor
 from parallel.activation_checkpointing import checkpoint_activations
 from parallel.ddp import micro_batch, wrap_ddp, zero_gradients
 from parallel.memory import free_memory, less_memory
@@ -51,7 +51,7 @@ def main():
     config = parse(Config, default=defaults(sys.argv), hints=HINTS)
     if config.ladder:
         return ladder.climb(config)
-    distributed = process_group.start(config.device)
+    distributed = process_group.start(config.device, config.tensor)
     with out_of_memory(less_memory()):
         train(config, distributed, given(sys.argv))
     process_group.stop()
@@ -92,18 +92,19 @@ def build(config, distributed, weights=None, sizes=None):
         model = GPT(replace(sizes, **model_switches(config)))
     # activation_checkpointing: less memory, for up to a third more computation
     checkpoint_activations(model, config.activation_checkpointing, saved_operators())
-    # parallel: with zero2, zero3 and hsdp each rank holds a shard of the weights; with ddp all of them
+    # parallel: with zero2, zero3 and hsdp each rank holds a shard of the weights, with ddp all; tensor splits layers
     fsdp.place(model, config, distributed)
     if weights:
         load.load_weights(weights, model)
     else:
         model.init_weights(fsdp.fill)
+    tensor.order_by_rank(model.named_parameters())
     # fp8: the blocks' GEMMs in 8 bits, at twice the rate, with scales that follow each tensor's amax
     if config.fp8:
         from kernels import fp8  # needs Triton
 
         tokens = config.micro_batch_size * config.seq_len
-        fp8.convert(model, targets=accumulation_steps(0, config, distributed.world_size) * tokens)
+        fp8.convert(model, targets=accumulation_steps(0, config, distributed.data_size) * tokens)
     # compile: fuses chains of element-wise operations into one kernel, and runs no Python between kernels. Each
     # shape has its own graph (dynamic=False): one each for training and validation, three for HellaSwag.
     forward = torch.compile(model, dynamic=False) if config.compile else model
@@ -135,7 +136,7 @@ def train_step(trainer, step, next_batch, stop_signal=None):
     """
     config, distributed, scaler = trainer.config, trainer.distributed, trainer.scaler
     world_size = distributed.world_size
-    micro_steps = accumulation_steps(step, config, world_size)
+    micro_steps = accumulation_steps(step, config, distributed.data_size)
     for group in trainer.optimizer.param_groups:
         group["lr"] = learning_rate(step, config, group["peak"])
     loss_sum = torch.zeros((), device=distributed.device)
@@ -165,7 +166,7 @@ def train_step(trainer, step, next_batch, stop_signal=None):
     scale = scaler.get_scale() if scaler.is_enabled() else None
     # overflow is how GradScaler finds its scale: a norm that is not finite counts only at a scale below 1
     finite = math.isfinite(loss if scale and scale >= 1 else loss + norm)
-    tokens = micro_steps * config.micro_batch_size * config.seq_len * world_size
+    tokens = micro_steps * config.micro_batch_size * config.seq_len * distributed.data_size
     return StepResult(loss, norm, tokens, finite, scale, stop > 0)
 
 
@@ -190,7 +191,7 @@ def train(flags, distributed, given_flags):
     if config.hellaswag_every:
         tokens = config.micro_batch_size * config.seq_len
         hellaswag = MultipleChoice(load_items(config.hellaswag_data, config.hellaswag_limit), config.seq_len, tokens)
-    place = (distributed.device, distributed.rank, distributed.world_size)
+    place = (distributed.device, distributed.data_rank, distributed.data_size)
     loader = Loader(train_stream, config.micro_batch_size, config.seq_len, *place)
     trainer = build(config, distributed, start.weights, start.sizes)
     if start.resumed:
@@ -287,7 +288,7 @@ def evaluate_if_due(trainer, step, tokens, val_stream, hellaswag, log, stop_sign
             log.hellaswag(step, tokens, acc, acc_norm, len(hellaswag.labels), time.perf_counter() - began)
     if step > 0 and due(config.sample_every):
         with fsdp.gathered(model, config), trainer.autocast:
-            texts = log and sample_in_training(model, config.seed, stop_signal)
+            texts = sample_in_training(model, config.seed, distributed, stop_signal)
         if distributed.broadcast(texts) is None:  # rank 0 has received a signal
             raise Stopped
         if log:

@@ -31,7 +31,7 @@ class Checkpointer:
         self.loader, self.data = loader, data
         self.log = log
         self.folder = Path(self.config.log_dir) / self.config.run_name
-        self.group = None if self.config.parallel == "ddp" else dist.new_group(backend="gloo")
+        self.group = dist.new_group(backend="gloo") if fsdp.is_sharded(self.config) else None
         self.saved = step  # the step of the newest checkpoint; before the first update there is nothing to save
         self.reached = step  # the newest step that a finite loss and gradient led to
         self.pending = False  # a checkpoint is due, and waits for a finite step

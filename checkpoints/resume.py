@@ -10,6 +10,7 @@ from common.cli import Note, UserError, from_here
 from data.shards import MANIFEST, first_difference
 from model import GPTConfig
 from optim.optimizer import named_state
+from parallel.tensor import order_by_rank
 
 SHARED_STEP = "adamw_steps"  # one step count for all parameters, in checkpoints that older versions wrote
 
@@ -104,7 +105,7 @@ def changed_flags(start, config, world_size, flags):
     if not start.resumed:
         return []
     if config.batch_warmup_steps:
-        flags = {*flags, "micro_batch_size", "world_size"}
+        flags = {*flags, "micro_batch_size", "world_size", "tensor"}
     before, now = start.training["run"], vars(config) | dict(world_size=world_size)
     changed = [name for name in now if name in flags and name in before and before[name] != now[name]]
     notes = [Note(name, now[name], f"the checkpoint was made with {before[name]}") for name in changed]
@@ -157,6 +158,7 @@ def restore(start, model, optimizer, scaler, loader, distributed):
         steps = {name: value for name, value in state.items() if shared and name.startswith("step.")}
         targets = {name: value for name, value in state.items() if name not in steps}
         found = pieces.load(start.resumed, files, targets, optional)
+        order_by_rank(targets.items())
         for step in steps.values():
             step.copy_(found[SHARED_STEP])
         if f"random.{rank}" in found:

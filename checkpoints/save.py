@@ -18,6 +18,7 @@ from common.files import digest, flush_to_disk, json_digest
 from data.tokenizer import save_tokenizer
 from model import stored_layout, to_host
 from optim.optimizer import named_state
+from parallel.tensor import in_gpt2_order
 
 WEIGHTS, STATE, TRAINING = "model.safetensors", "optimizer.safetensors", "training.json"
 README = """The weights are in pieces, shard-*.safetensors, which the commands of this project read.
@@ -47,9 +48,11 @@ def snapshot(model, optimizer, distributed):
 
 
 def sharded_snapshot(model, optimizer, distributed):
-    tensors = {name: stored_layout(name, parameter.detach()) for name, parameter in model.named_parameters()}
-    tensors |= named_state(model, optimizer)
-    copies = {name: pieces.host_copy(tensor) for name, tensor in tensors.items()}
+    copies = {}
+    for name, parameter in model.named_parameters():
+        copies[name] = pieces.host_copy(stored_layout(name, in_gpt2_order(name, parameter.detach())))
+    for name, state in named_state(model, optimizer).items():
+        copies[name] = pieces.host_copy(in_gpt2_order(name, state))
     return copies | {f"random.{distributed.rank}": random_state(distributed.device)}
 
 

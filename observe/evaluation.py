@@ -18,18 +18,18 @@ def limit_hellaswag(config, notes):
 
 
 def batches_of_rank(batches, title, distributed, stop_signal=None):
-    """Yield this rank's share of a sequence of batches, under a progress bar.
+    """Yield this rank's share of a sequence of batches, under a progress bar: the same for ranks that split layers.
 
     stop_signal: a StopSignal on every rank, or None on every rank. If one of them has received a signal, all ranks
     raise Stopped, after the same number of batches.
     """
     alone = distributed.world_size == 1
-    for first in progress(range(0, len(batches), distributed.world_size), title):
+    for first in progress(range(0, len(batches), distributed.data_size), title):
         if stop_signal and not alone:
             # the all-reduce is queued before the batch, so a GPU computes the batch while the host reads the result
             agreed = distributed.begin_all_reduce(bool(stop_signal.name))
-        if first + distributed.rank < len(batches):
-            yield batches[first + distributed.rank]
+        if first + distributed.data_rank < len(batches):
+            yield batches[first + distributed.data_rank]
         if stop_signal and (stop_signal.name if alone else agreed()[0]):
             raise Stopped
 
@@ -51,4 +51,4 @@ def validation_loss(losses_of, stream, config, distributed, stop_signal=None):
         x[:n], y[:n] = tokens[:-1].view(n, T), tokens[1:].view(n, T)
         sums.append(losses_of(x, y).float().sum())
     total = torch.stack(sums).cpu().double().sum() if sums else 0.0
-    return distributed.all_reduce(total)[0] / (sequences * T)
+    return distributed.all_reduce(total)[0] / distributed.tensor / (sequences * T)

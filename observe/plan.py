@@ -5,14 +5,15 @@ from common.cli import python_command
 from observe.hardware import peak_memory
 from optim.schedules import accumulation_steps
 from parallel import fsdp
+from parallel.memory import data_ranks
 
 
-def tokens_to_train(config, step, world_size):
+def tokens_to_train(config, step, data_size):
     """Tokens of the steps from `step` to max_steps. Steps of the batch warm-up have fewer than the others."""
     full_batch = max(step, min(config.batch_warmup_steps, config.max_steps))  # the first step with the full batch
-    micro_steps = sum(accumulation_steps(s, config, world_size) for s in range(step, full_batch))
-    micro_steps += max(0, config.max_steps - full_batch) * accumulation_steps(full_batch, config, world_size)
-    return micro_steps * config.micro_batch_size * config.seq_len * world_size
+    micro_steps = sum(accumulation_steps(s, config, data_size) for s in range(step, full_batch))
+    micro_steps += max(0, config.max_steps - full_batch) * accumulation_steps(full_batch, config, data_size)
+    return micro_steps * config.micro_batch_size * config.seq_len * data_size
 
 
 def print_plan(trainer, notes, start, train_stream, val_stream, hellaswag, log, switches):
@@ -25,13 +26,13 @@ def print_plan(trainer, notes, start, train_stream, val_stream, hellaswag, log, 
     config, distributed = trainer.config, trainer.distributed
     facts, world_size = log.facts, distributed.world_size
     init = f"resumed from {start.resumed}" if start.resumed else f"{start.weights or 'scratch'}, seed {config.seed}"
-    accumulated = accumulation_steps(config.batch_warmup_steps, config, world_size)
-    total = start.tokens + tokens_to_train(config, start.step, world_size)
+    accumulated = accumulation_steps(config.batch_warmup_steps, config, distributed.data_size)
+    total = start.tokens + tokens_to_train(config, start.step, distributed.data_size)
     on = ", ".join(name for name, value in switches.items() if value)
     off = ", ".join(name for name, value in switches.items() if not value)
     sizes = f"{config.n_layer} layers, {config.n_head} heads, {config.n_embd} wide"
     batch = f"{config.total_batch_size:,} tokens = {config.micro_batch_size} sequences × {config.seq_len} tokens × "
-    batch += f"{accumulated} accumulated × {world_size} ranks"
+    batch += f"{accumulated} accumulated × {data_ranks(distributed)}"
     if config.batch_warmup_steps:
         batch += f", reached after {config.batch_warmup_steps} steps"
     data = f"{len(train_stream.shards)} train shards, {train_stream.total:,} tokens; "

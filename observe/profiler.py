@@ -85,7 +85,7 @@ def report(profile, config, model_config, log, first):
     peaks = None
     if config.compile and config.autocast != "off" and not config.fp8:  # work() counts fused operations in 16 bits
         peaks = gpu_peaks(log.device, log.peak_flops and log.peak_flops / world_size)
-    micro_steps = sum(accumulation_steps(first + i, config, world_size) for i in range(steps)) / steps
+    micro_steps = sum(accumulation_steps(first + i, config, world_size // config.tensor) for i in range(steps)) / steps
     work_per_step = work(model_config, config.seq_len, micro_steps * config.micro_batch_size * config.seq_len)
     table = make_table(seconds, total, steps, peaks, work_per_step)
     facts = dict(steps=steps, roof=peaks, kinds=table)

@@ -23,13 +23,13 @@ def learning_rate(step, config, peak):
     return floor + left * (peak - floor)
 
 
-def accumulation_steps(step, config, world_size):
-    """Micro-batches that each rank accumulates in step `step`; over all ranks they make total_batch_size tokens.
+def accumulation_steps(step, config, data_size):
+    """Micro-batches that each rank accumulates in step `step`, if the ranks compute data_size different ones at a time.
 
     With batch_warmup_steps the batch grows linearly from one micro-batch a rank to its full size over that many steps
     (Brown et al. 2020, appendix B: from 32k tokens over the first 4 to 12 billion).
     """
-    full = config.total_batch_size // (config.micro_batch_size * config.seq_len * world_size)
+    full = config.total_batch_size // (config.micro_batch_size * config.seq_len * data_size)
     if step >= config.batch_warmup_steps:
         return full
     return 1 + (full - 1) * step // config.batch_warmup_steps

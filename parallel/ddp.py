@@ -7,13 +7,16 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compr
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
+from parallel import tensor
+from parallel.fsdp import is_sharded
+
 
 def wrap_ddp(model, config, distributed):
     """The model, compiled or not, with its gradients averaged over the ranks in backward.
 
     Returns the model itself on one rank and for a model that FSDP shards.
     """
-    if distributed.world_size == 1 or config.parallel != "ddp":
+    if distributed.world_size == 1 or is_sharded(config):
         return model
     device_ids = [distributed.device.index] if distributed.device.type == "cuda" else None
     # gradient_as_bucket_view: gradients are views of the communication buckets, which saves one copy of all gradients
@@ -34,8 +37,9 @@ def micro_batch(model, train_forward, config, last):
     if isinstance(model, FSDPModule):
         model.set_is_last_backward(last)
         model.set_requires_all_reduce(last)
-        model.set_reshard_after_backward(last or config.parallel != "zero2")
+        model.set_reshard_after_backward(last or config.parallel in ("zero3", "hsdp"))
     with contextlib.ExitStack() as stack:
+        stack.enter_context(tensor.loss(config))
         if isinstance(train_forward, DistributedDataParallel):
             # overlap_gradients: torch.compile splits its graph at DDP's buckets, so that a bucket's all-reduce runs
             # during the rest of backward. Each split adds passes over memory.

@@ -1,7 +1,8 @@
 """ZeRO by FSDP2: weights, gradients and optimizer state sharded over ranks (Rajbhandari et al. 2020, "ZeRO").
 
-The ranks form a mesh of (replicate, shard). A shard group holds one copy of the weights; the mesh has as many rows as
-there are copies. zero2 and zero3 use one shard group of all ranks, hsdp one for each machine or --shard_ranks ranks.
+The ranks form a mesh of (replicate, shard, tensor). A shard group holds one copy of the weights, or of the part that
+--tensor gives to a rank. zero2 and zero3 use one shard group, hsdp one for each machine or --shard_ranks ranks. With
+--tensor, ddp is FSDP with shard groups of one rank: DDP does not know the parts of a layer.
 https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html
 """
 
@@ -11,9 +12,10 @@ import math
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
 from common.cli import Note, UserError
+from parallel import tensor
 from parallel.rendezvous import read_variable
 
 # Minimum number of parameters in one all-gather. With smaller all-gathers Python takes longer to launch a block than
@@ -22,10 +24,16 @@ from parallel.rendezvous import read_variable
 MIN_ALL_GATHER_PARAMS = 25_000_000
 
 
+def is_sharded(config):
+    """Whether the parameters are FSDP's, not DDP's."""
+    return config.parallel != "ddp" or config.tensor > 1
+
+
 def shard_group_size(config, distributed):
-    """Number of ranks that share one copy of the weights."""
+    """Number of ranks that FSDP divides one copy of the weights among, after --tensor has divided the layers."""
     machine = read_variable("LOCAL_WORLD_SIZE", range(1, 10**6), "1")
-    return {"ddp": 1, "hsdp": config.shard_ranks or machine}.get(config.parallel, distributed.world_size)
+    hsdp = config.shard_ranks or max(1, machine // config.tensor)
+    return {"ddp": 1, "hsdp": hsdp}.get(config.parallel, distributed.world_size // config.tensor)
 
 
 def check_flags(config, distributed, notes):
@@ -33,21 +41,22 @@ def check_flags(config, distributed, notes):
     if config.shard_ranks and config.parallel != "hsdp":
         config.shard_ranks = None
         notes.append(Note("shard_ranks", None, f"it is for --parallel hsdp, this is {config.parallel}"))
-    if config.parallel == "ddp":
+    if not is_sharded(config):
         return
+    mode = f"--tensor {config.tensor}" if config.parallel == "ddp" else config.parallel
     if config.autocast == "fp16":
-        raise UserError(f"--autocast fp16 scales its gradients, which needs --parallel ddp, not {config.parallel}")
+        raise UserError(f"--autocast fp16 scales its gradients, which needs --parallel ddp, not {mode}")
     if config.autocast == "bf16" and not config.bf16_residual:
         config.bf16_residual = True
-        notes.append(Note("bf16_residual", True, f"{config.parallel} gathers the embeddings in bf16"))
+        notes.append(Note("bf16_residual", True, f"{mode} gathers the embeddings in bf16"))
     if config.parallel == "hsdp":
         config.shard_ranks = shard_group_size(config, distributed)
-        if distributed.world_size % config.shard_ranks:
-            fits = [size for size in range(2, distributed.world_size + 1) if distributed.world_size % size == 0]
-            raise UserError(
-                f"--shard_ranks {config.shard_ranks} does not divide {distributed.world_size} ranks: try one of {fits}"
-            )
-        if distributed.world_size == config.shard_ranks:
+        ranks = distributed.data_size
+        if ranks % config.shard_ranks:
+            fits = [size for size in range(2, ranks + 1) if ranks % size == 0]
+            where = f"{ranks} ranks" if config.tensor == 1 else f"{ranks} groups of {config.tensor} ranks"
+            raise UserError(f"--shard_ranks {config.shard_ranks} does not divide {where}: try one of {fits}")
+        if ranks == config.shard_ranks:
             notes.append(Note("parallel", "hsdp", "all ranks share one copy, which is zero3"))
         if config.shard_ranks == 1:
             notes.append(Note("parallel", "hsdp", "each rank holds a whole copy, which is ddp"))
@@ -70,7 +79,9 @@ def describe(config, distributed):
     """The parallel mode in words, for the plan."""
     words = config.parallel
     if config.parallel == "hsdp":
-        words += f", {distributed.world_size // config.shard_ranks} copies on {config.shard_ranks} ranks each"
+        words += f", {distributed.data_size // config.shard_ranks} copies on {config.shard_ranks} ranks each"
+    if config.tensor > 1:
+        words += f" over {distributed.data_size} groups of {config.tensor} ranks, which split every layer"
     return words + (", gradients averaged in bf16" if config.bf16_gradients else "")
 
 
@@ -79,21 +90,24 @@ def place(model, config, distributed):
 
     The model may be on the device "meta". Its weights are uninitialized afterwards: fill() copies them in.
     """
-    if config.parallel != "ddp":
-        shard(model, config, distributed)
+    if is_sharded(config):
+        size = shard_group_size(config, distributed)
+        shape = (distributed.data_size // size, size, config.tensor)
+        mesh = init_device_mesh(distributed.device.type, shape, mesh_dim_names=("replicate", "shard", "tensor"))
+        # tensor: each rank has some heads, columns of the MLP and rows of the embedding table
+        if config.tensor > 1:
+            tensor.split(model, mesh["tensor"])
+        shard(model, config, mesh["replicate", "shard"] if shape[0] > 1 else mesh["shard"])
     model.to_empty(device=distributed.device)
 
 
-def shard(model, config, distributed):
-    """Shard a GPT in place. Parameters become DTensors, whose shards are the float32 master weights.
+def shard(model, config, mesh):
+    """Shard a GPT in place over a mesh of (replicate, shard) or (shard). Parameters become DTensors, whose shards are
+    the float32 master weights.
 
     A unit of blocks is all-gathered, in bf16 under autocast, while the unit before it computes. zero2 keeps gathered
     weights until the step ends; zero3 and hsdp reshard a unit after its forward.
     """
-    size = shard_group_size(config, distributed)
-    shape = (distributed.world_size // size, size)
-    mesh = init_device_mesh(distributed.device.type, shape, mesh_dim_names=("replicate", "shard"))
-    mesh = mesh if shape[0] > 1 else mesh["shard"]
     policy = MixedPrecisionPolicy(
         param_dtype=torch.bfloat16 if config.autocast == "bf16" else None,
         reduce_dtype=torch.bfloat16 if config.bf16_gradients else torch.float32,
@@ -109,7 +123,7 @@ def shard(model, config, distributed):
 
 def reshard_after_forward(unit, model, config):
     """Whether a unit's gathered weights are freed after forward. The root's are kept for backward."""
-    return config.parallel != "zero2" and unit is not model
+    return config.parallel in ("zero3", "hsdp") and unit is not model
 
 
 @contextlib.contextmanager
@@ -129,20 +143,26 @@ def gathered(model, config):
                 "turn them off: --val_every 0 --hellaswag_every 0 --sample_every 0"
             ) from error
     try:
-        yield
+        with tensor.loss(config):
+            yield
     finally:
         for unit in units:
             unit.set_reshard_after_forward(reshard_after_forward(unit, model, config), recurse=False)
             unit.reshard()
 
 
-def full_tensor(tensor):
+def full_tensor(x):
     """The whole of a DTensor; a plain tensor as it is."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    if not isinstance(x, DTensor):
+        return x
+    # one dimension of the mesh after the other; for several at a time PyTorch prints a warning
+    for dim in range(x.device_mesh.ndim):
+        x = x.redistribute(placements=[Replicate()] * (dim + 1) + list(x.placements[dim + 1 :]))
+    return x.to_local()
 
 
-def fill(tensor, whole):
+def fill(x, whole):
     """Copy a whole tensor, the same on all ranks, into a tensor that may be a DTensor: each rank takes its shard."""
-    if isinstance(tensor, DTensor):
-        whole = distribute_tensor(whole, tensor.device_mesh, tensor.placements, src_data_rank=None)
-    tensor.copy_(whole)
+    if isinstance(x, DTensor):
+        whole = distribute_tensor(whole, x.device_mesh, x.placements, src_data_rank=None)
+    x.copy_(whole)

@@ -27,6 +27,12 @@ def nearest_multiples(number, factor):
     return f"{below} or {below + factor}" if below else str(factor)
 
 
+def data_ranks(distributed):
+    """What the micro-batches of a batch are divided among, in words."""
+    groups = f"groups of {distributed.tensor} ranks" if distributed.tensor > 1 else "ranks"
+    return f"{distributed.data_size} {groups}"
+
+
 def free_memory(distributed):
     """Free GPU memory in bytes, the least of all ranks'; None without GPUs."""
     if distributed.device.type != "cuda":
@@ -39,12 +45,12 @@ def choose_micro_batch_size(config, distributed, free):
 
     free: bytes, as free_memory gives them. Raises UserError if no micro-batch size divides the batch.
     """
-    share = config.seq_len * distributed.world_size
+    share = config.seq_len * distributed.data_size
     if config.total_batch_size % share:
         nearest = nearest_multiples(config.total_batch_size, share)
         raise UserError(
             f"--total_batch_size {config.total_batch_size} cannot be divided into sequences of {config.seq_len} tokens "
-            f"over {distributed.world_size} ranks: try {nearest}"
+            f"over {data_ranks(distributed)}: try {nearest}"
         )
     if free is not None:
         room = 0.85 * free - bytes_of_weights(config, distributed)
@@ -68,7 +74,7 @@ def choose_micro_batch_size(config, distributed, free):
 
 def check_micro_batch_size(config, distributed):
     """Raises UserError if the micro-batches of all ranks do not divide the batch."""
-    share = config.seq_len * distributed.world_size  # tokens of one sequence on every rank
+    share = config.seq_len * distributed.data_size  # tokens of one sequence in every micro-batch
     if config.total_batch_size % (config.micro_batch_size * share) == 0:
         return
     sequences = config.total_batch_size // share
@@ -77,7 +83,7 @@ def check_micro_batch_size(config, distributed):
     hint = f"--micro_batch_size {min(fits, key=lambda b: abs(b - config.micro_batch_size))} or " if fits else ""
     raise UserError(
         f"--total_batch_size {config.total_batch_size} is not a multiple of micro_batch_size {config.micro_batch_size} "
-        f"× seq_len {config.seq_len} × {distributed.world_size} ranks: try {hint}--total_batch_size {nearest}"
+        f"× seq_len {config.seq_len} × {data_ranks(distributed)}: try {hint}--total_batch_size {nearest}"
     )
 
 
@@ -94,12 +100,12 @@ def count_params(config):
 
 def bytes_of_weights(config, distributed):
     """Bytes a rank holds for the weights: float32 master weights, gradients, optimizer state, and compute weights."""
-    weights = count_params(config)
+    weights = count_params(config) / config.tensor
     held = 4 + 4 + state_bytes(config)
     if config.parallel == "ddp":
         # +2: bf16 weights. They take 4 at the end of backward, when the activations are already freed
         return (held + 2) * weights
-    block = 12 * config.n_embd**2
+    block = 12 * config.n_embd**2 / config.tensor
     unit, embeddings = blocks_together(config) * block, weights - config.n_layer * block
     gathered = weights if config.parallel == "zero2" else embeddings + 2 * unit  # one unit computes, one is prefetched
     width = 4 if config.autocast == "off" else 2
@@ -112,6 +118,9 @@ def bytes_per_token(config):
     half = config.autocast != "off"
     layer, head, score = PEAK_BYTES[config.compile, half]
     layer = config.n_embd * layer + (0 if config.flash else config.n_head * config.seq_len * score)
+    head, width = head / config.tensor, 2 if half else 4
+    if config.tensor > 1:  # each rank has a part of everything but the inputs of c_attn and c_fc
+        layer = layer / config.tensor + 2 * width * config.n_embd
     layers = config.n_layer * layer
     if config.activation_checkpointing != "off":
         # each block's input; with "selective" also the GEMM outputs, ten times C; plus one block being recomputed
@@ -121,5 +130,5 @@ def bytes_per_token(config):
         layers = config.n_layer * config.n_embd * kept + layer
     training = layers + (0 if config.fused_cross_entropy else VOCAB_SIZE * head)
     # evaluation returns each token's loss and so holds all logits: 2 bytes compiled, 11 with eager float32 copies
-    evaluation = VOCAB_SIZE * (2 if config.compile else 11) * (1 if half else 2)
+    evaluation = VOCAB_SIZE * (2 if config.compile else 11) * (1 if half else 2) / config.tensor
     return max(training, evaluation)

@@ -15,7 +15,7 @@ from parallel.rendezvous import PATIENCE, launched, meet
 
 @dataclass(frozen=True)
 class Distributed:
-    """This process's rank, the world size, and this process's device.
+    """This process's rank, the world size, this process's device, and how the ranks divide the batch.
 
     Every method is a collective: all ranks call it, in the same order. Without a process group the only rank is rank 0.
     """
@@ -23,6 +23,17 @@ class Distributed:
     rank: int
     world_size: int
     device: torch.device
+    tensor: int = 1  # adjacent ranks that split every layer, and so share their micro-batches
+
+    @property
+    def data_size(self):
+        """Number of different micro-batches that the ranks compute at a time."""
+        return self.world_size // self.tensor
+
+    @property
+    def data_rank(self):
+        """Which of these micro-batches this rank computes."""
+        return self.rank // self.tensor
 
     @property
     def is_main(self):
@@ -97,10 +108,10 @@ class Distributed:
         return result
 
 
-def start(device_type, patience=PATIENCE):
+def start(device_type, tensor=1, patience=PATIENCE):
     """Join the process group that torchrun describes, if it started this process, and choose this rank's device.
 
-    device_type: "auto", "cuda", "cpu" or "mps". Raises UserError if the device does not exist, if there are more ranks
+    device_type: "auto", "cuda", "cpu" or "mps". tensor: as in Distributed; several ranks only. Raises UserError if the device does not exist, if there are more ranks
     than GPUs, or if other ranks do not come.
     """
     device_type = choose_device_type(device_type)
@@ -132,7 +143,7 @@ def start(device_type, patience=PATIENCE):
             timeout=timedelta(minutes=30),  # the others wait while rank 0 hashes tens of GB
             device_id=device if backend == "nccl" else None,
         )
-    return Distributed(rank, world_size, device)
+    return Distributed(rank, world_size, device, tensor if world_size > 1 else 1)
 
 
 def stop():

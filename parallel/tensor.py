@@ -1,0 +1,178 @@
+"""Tensor parallelism: every layer split over N adjacent ranks (Shoeybi et al. 2019, "Megatron-LM").
+
+Attention and the MLP have two GEMMs each. The first is split by output columns: a rank computes q, k and v of its own
+heads, or its own columns of the hidden layer. Attention of a head, and GELU, then need no other rank. The second GEMM
+is split by input rows, so it reads the columns that the rank has. Each rank's product has the full width, and the sum
+of the products over the ranks is the layer's output.
+
+The residual stream and the LayerNorms are split along the sequence (Korthikanti et al. 2022):
+
+    residual stream, LayerNorm      (B, T/N, C)
+    all-gather                      (B, T, C)
+    c_attn, attention or c_fc, GELU (B, T, 3C/N) (B, T, C/N) or (B, T, 4C/N)
+    c_proj                          (B, T, C), to be summed over the ranks
+    reduce-scatter                  (B, T/N, C)
+
+That is two all-gathers and two reduce-scatters for a block's forward and as many for its backward, in every
+micro-batch. Computation waits for them, so the N ranks need the fastest links: those inside one machine. In evaluations,
+whose sequences have any length, and if N does not divide the sequence length, the residual stream is whole on every
+rank, and all-reduces replace the other two.
+
+The embedding table, which is also the head, is split by rows. A rank looks up the tokens of its rows, and computes
+their columns of the logits. The cross-entropy all-reduces three numbers for each token (the maximum, the sum of the
+exponentials, the target's logit); no rank holds whole logits.
+
+Parameters are DTensors with GPT-2's shapes, which FSDP shards further. In c_attn the rows of q, k and v lie one above
+the other, but a shard is one contiguous piece. In memory they are therefore ordered by rank: q, k and v of rank 0's
+heads, then of rank 1's. Checkpoints have GPT-2's order.
+https://docs.pytorch.org/docs/stable/distributed.tensor.parallel.html
+"""
+
+import contextlib
+
+import torch
+import torch.nn as nn
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor
+from torch.distributed.tensor.parallel import loss_parallel
+
+from common.cli import Note, UserError
+from model import GPTConfig
+
+
+def check_flags(config, distributed, notes):
+    """Check --tensor and the flags that go with it. Raises UserError if they conflict."""
+    size = config.tensor
+    if size == 1:
+        return
+    if not config.pad_vocab:
+        raise UserError("--tensor divides the rows of the embedding table, and 50257 has no divisors: use --pad_vocab")
+    rows = GPTConfig().table_rows
+    fits = [n for n in range(2, config.n_head + 1) if config.n_head % n == 0 and rows % n == 0]
+    if size not in fits:
+        raise UserError(
+            f"--tensor {size} must divide the {config.n_head} heads and the {rows} rows of the embedding table: "
+            + (f"try one of {fits}" if fits else "no number does")
+        )
+    if distributed.world_size % size:
+        fits = [n for n in fits if distributed.world_size % n == 0]
+        raise UserError(
+            f"--tensor {size} does not divide {distributed.world_size} ranks: "
+            + (f"try one of {fits}" if fits else "leave it out")
+        )
+    if config.optimizer == "muon":
+        raise UserError("--optimizer muon orthogonalizes whole matrices, which --tensor splits: use AdamW")
+    if config.adamw_states == "int8":
+        raise UserError("--adamw_states int8 has scales for blocks of whole rows, which --tensor splits: use bf16")
+    if config.seq_len % size:
+        reason = f"it does not divide seq_len {config.seq_len}, so every rank holds the whole residual stream"
+        notes.append(Note("tensor", size, reason))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Splitting a model
+
+
+def split(model, mesh):
+    """Split a GPT over the ranks of a mesh with one dimension, in place. The model may be on the device "meta".
+
+    Between modules activations stay plain tensors. Hooks around each module make DTensors of them and move them to the
+    layout that the next operation needs; DTensor's operators compute on each rank's part and know each result's layout.
+    """
+    divides = model.config.seq_len % mesh.size() == 0
+
+    def residual():
+        """The residual stream's layout: split along the sequence for training, whole for evaluations."""
+        return [Shard(1) if divides and torch.is_grad_enabled() else Replicate()]
+
+    def annotate(module, inputs, mesh):
+        return DTensor.from_local(inputs[0], mesh, residual(), run_check=False)
+
+    def gather(module, inputs, mesh):
+        x = inputs[0]
+        if torch.is_autocast_enabled(x.device.type):
+            x = x.to(torch.get_autocast_dtype(x.device.type))  # LayerNorm's output is float32: half the bytes to send
+        return x.redistribute(placements=[Replicate()])
+
+    def scatter(module, output, mesh):
+        return output.redistribute(placements=residual()).to_local()
+
+    def columns(module, inputs, mesh):
+        return DTensor.from_local(inputs[0], mesh, [Shard(-1)], run_check=False)
+
+    def tokens(module, inputs, mesh):
+        return DTensor.from_local(inputs[0], mesh, [Replicate()], run_check=False)
+
+    def positions(module, inputs, mesh):
+        layout = [Shard(0)] if residual() == [Shard(1)] else [Replicate()]
+        return tokens(module, inputs, mesh).redistribute(placements=layout)
+
+    def local(module, output, mesh):
+        return output.to_local()
+
+    by_rows, by_columns = placed(weight=Shard(0), bias=Shard(0)), placed(weight=Shard(1))
+    for block in model.transformer.h:
+        for norm, first, second in (
+            (block.ln_1, block.attn.c_attn, block.attn.c_proj),
+            (block.ln_2, block.mlp.c_fc, block.mlp.c_proj),
+        ):
+            distribute_module(norm, mesh, input_fn=annotate)
+            distribute_module(first, mesh, by_rows, gather, local)
+            distribute_module(second, mesh, by_columns, columns, scatter)
+        block.attn.n_head //= mesh.size()
+    distribute_module(model.transformer.wte, mesh, by_rows, tokens, scatter)
+    distribute_module(model.transformer.wpe, mesh, None, positions, local)
+    # the head gets a DTensor: its logits are split by columns, and F.cross_entropy computes in parallel
+    distribute_module(model.transformer.ln_f, mesh, None, annotate, lambda m, output, mesh: gather(m, (output,), mesh))
+    # FSDP's hook on the output does not allow a view, such as to_local() returns
+    model.register_forward_hook(lambda module, inputs, output: output.full_tensor().clone())
+
+
+def loss(config):
+    """A context for forward and backward, in which F.cross_entropy takes logits that are split by columns."""
+    return loss_parallel() if config.tensor > 1 else contextlib.nullcontext()
+
+
+def placed(**placements):
+    """A partition function for distribute_module, which replicates parameters that have no placement here."""
+
+    def partition(name, module, mesh):
+        for key, parameter in list(module.named_parameters(recurse=False)):
+            if key in placements:
+                parameter = distribute_tensor(parameter, mesh, [placements[key]], src_data_rank=None)
+                setattr(module, key, nn.Parameter(parameter))
+
+    return partition
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The order of c_attn's rows
+
+
+def order_by_rank(tensors):
+    """Put the rows of q, k and v into the order of the ranks, in place. tensors: pairs (name, tensor)."""
+    for name, tensor in tensors:
+        if size := ranks_of(name, tensor):
+            tensor.detach().copy_(reordered(tensor.detach(), 3, size))
+
+
+def in_gpt2_order(name, tensor):
+    """A tensor with its rows in GPT-2's order: a new one if they are ordered by rank."""
+    size = ranks_of(name, tensor)
+    return reordered(tensor, size, 3) if size else tensor
+
+
+def ranks_of(name, tensor):
+    """Number of ranks by which the rows of a tensor are ordered; 0 for GPT-2's order. name: may have a prefix."""
+    if not isinstance(tensor, DTensor) or not name.endswith(("c_attn.weight", "c_attn.bias")):
+        return 0
+    mesh = tensor.device_mesh
+    return mesh["tensor"].size() if "tensor" in mesh.mesh_dim_names else 0
+
+
+def reordered(tensor, outer, inner):
+    """A DTensor whose rows, (outer, inner, n), become (inner, outer, n). A collective."""
+    mesh, placements = tensor.device_mesh, tensor.placements
+    # FSDP's dimensions first: it has cut pieces of the pieces that --tensor made
+    pieces = tensor.redistribute(placements=[Replicate()] * (mesh.ndim - 1) + [placements[-1]])
+    whole = pieces.full_tensor().unflatten(0, (outer, inner, -1)).transpose(0, 1).flatten(0, 2)
+    return distribute_tensor(whole, mesh, placements, src_data_rank=None)
