@@ -372,7 +372,8 @@ class GPT(nn.Module):
 
 def stored_layout(name, weight):
     """Convert a weight to the layout of OpenAI's files, or back."""
-    return weight.t() if name.endswith(TRANSPOSED) else weight
+    # mT: PyTorch 2.11's t() of a DTensor loses the order of FSDP's shards of a split layer
+    return weight.mT if name.endswith(TRANSPOSED) else weight
 
 
 def to_host(tensor):
