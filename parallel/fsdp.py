@@ -12,7 +12,7 @@ import math
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from common.cli import Note, UserError
 from parallel import tensor
@@ -77,11 +77,13 @@ def blocks_together(config):
 
 def describe(config, distributed):
     """The parallel mode in words, for the plan."""
-    words = config.parallel
+    words, groups = config.parallel, distributed.data_size
     if config.parallel == "hsdp":
-        words += f", {distributed.data_size // config.shard_ranks} copies on {config.shard_ranks} ranks each"
+        unit = "groups" if config.tensor > 1 else "ranks"
+        words += f", {groups // config.shard_ranks} copies on {config.shard_ranks} {unit} each"
     if config.tensor > 1:
-        words += f" over {distributed.data_size} groups of {config.tensor} ranks, which split every layer"
+        split = f"{config.tensor} ranks split every layer"
+        words = f"{split}; {words} over {groups} such groups" if groups > 1 else split
     return words + (", gradients averaged in bf16" if config.bf16_gradients else "")
 
 
@@ -153,12 +155,7 @@ def gathered(model, config):
 
 def full_tensor(x):
     """The whole of a DTensor; a plain tensor as it is."""
-    if not isinstance(x, DTensor):
-        return x
-    # one dimension of the mesh after the other; for several at a time PyTorch prints a warning
-    for dim in range(x.device_mesh.ndim):
-        x = x.redistribute(placements=[Replicate()] * (dim + 1) + list(x.placements[dim + 1 :]))
-    return x.to_local()
+    return x.full_tensor() if isinstance(x, DTensor) else x
 
 
 def fill(x, whole):

@@ -111,8 +111,8 @@ class Distributed:
 def start(device_type, tensor=1, patience=PATIENCE):
     """Join the process group that torchrun describes, if it started this process, and choose this rank's device.
 
-    device_type: "auto", "cuda", "cpu" or "mps". tensor: as in Distributed; several ranks only. Raises UserError if the device does not exist, if there are more ranks
-    than GPUs, or if other ranks do not come.
+    device_type: "auto", "cuda", "cpu" or "mps". tensor: as in Distributed; one rank splits nothing. Raises UserError if
+    the device does not exist, if there are more ranks than GPUs, or if other ranks do not come.
     """
     device_type = choose_device_type(device_type)
     if device_type == "cuda" and not torch.cuda.is_available():

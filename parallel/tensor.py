@@ -14,9 +14,9 @@ The residual stream and the LayerNorms are split along the sequence (Korthikanti
     reduce-scatter                  (B, T/N, C)
 
 That is two all-gathers and two reduce-scatters for a block's forward and as many for its backward, in every
-micro-batch. Computation waits for them, so the N ranks need the fastest links: those inside one machine. In evaluations,
-whose sequences have any length, and if N does not divide the sequence length, the residual stream is whole on every
-rank, and all-reduces replace the other two.
+micro-batch. Computation waits for them, so the N ranks need the fastest links: those inside one machine. Evaluations
+have sequences of any length. There, and if N does not divide the sequence length of training, the residual stream is
+whole on every rank, and all-reduces replace the other two.
 
 The embedding table, which is also the head, is split by rows. A rank looks up the tokens of its rows, and computes
 their columns of the logits. The cross-entropy all-reduces three numbers for each token (the maximum, the sum of the
@@ -29,6 +29,7 @@ https://docs.pytorch.org/docs/stable/distributed.tensor.parallel.html
 """
 
 import contextlib
+import logging
 
 import torch
 import torch.nn as nn
@@ -71,43 +72,47 @@ def check_flags(config, distributed, notes):
 # ----------------------------------------------------------------------------------------------------------------------
 # Splitting a model
 
+# PyTorch warns that the gradient norm, one number, is summed over one dimension of the mesh after the other
+logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
+
 
 def split(model, mesh):
     """Split a GPT over the ranks of a mesh with one dimension, in place. The model may be on the device "meta".
 
-    Between modules activations stay plain tensors. Hooks around each module make DTensors of them and move them to the
-    layout that the next operation needs; DTensor's operators compute on each rank's part and know each result's layout.
+    Between modules activations are plain tensors. Hooks around a module make DTensors of its inputs and bring them, and
+    its outputs, into the layout that comes next. A DTensor's operators compute on the rank's part.
     """
     divides = model.config.seq_len % mesh.size() == 0
 
     def residual():
-        """The residual stream's layout: split along the sequence for training, whole for evaluations."""
-        return [Shard(1) if divides and torch.is_grad_enabled() else Replicate()]
+        """The residual stream's layout: split along the sequence in training, whole in evaluations."""
+        return Shard(1) if divides and torch.is_grad_enabled() else Replicate()
 
-    def annotate(module, inputs, mesh):
-        return DTensor.from_local(inputs[0], mesh, residual(), run_check=False)
+    def annotate(x, placement):
+        return DTensor.from_local(x, mesh, [placement], run_check=False)
 
-    def gather(module, inputs, mesh):
-        x = inputs[0]
+    def stream(x):
+        return annotate(x, residual())
+
+    def gather(x):
         if torch.is_autocast_enabled(x.device.type):
             x = x.to(torch.get_autocast_dtype(x.device.type))  # LayerNorm's output is float32: half the bytes to send
         return x.redistribute(placements=[Replicate()])
 
-    def scatter(module, output, mesh):
-        return output.redistribute(placements=residual()).to_local()
+    def scatter(x):
+        return x.redistribute(placements=[residual()]).to_local()
 
-    def columns(module, inputs, mesh):
-        return DTensor.from_local(inputs[0], mesh, [Shard(-1)], run_check=False)
+    def columns(x):
+        return annotate(x, Shard(-1))
 
-    def tokens(module, inputs, mesh):
-        return DTensor.from_local(inputs[0], mesh, [Replicate()], run_check=False)
+    def tokens(idx):
+        return annotate(idx, Replicate())
 
-    def positions(module, inputs, mesh):
-        layout = [Shard(0)] if residual() == [Shard(1)] else [Replicate()]
-        return tokens(module, inputs, mesh).redistribute(placements=layout)
+    def positions(position):
+        return tokens(position).redistribute(placements=[Shard(0) if residual().is_shard() else Replicate()])
 
-    def local(module, output, mesh):
-        return output.to_local()
+    def local(x):
+        return x.to_local()
 
     by_rows, by_columns = placed(weight=Shard(0), bias=Shard(0)), placed(weight=Shard(1))
     for block in model.transformer.h:
@@ -115,16 +120,26 @@ def split(model, mesh):
             (block.ln_1, block.attn.c_attn, block.attn.c_proj),
             (block.ln_2, block.mlp.c_fc, block.mlp.c_proj),
         ):
-            distribute_module(norm, mesh, input_fn=annotate)
-            distribute_module(first, mesh, by_rows, gather, local)
-            distribute_module(second, mesh, by_columns, columns, scatter)
+            distribute_module(norm, mesh, None, before(stream))
+            distribute_module(first, mesh, by_rows, before(gather), after(local))
+            distribute_module(second, mesh, by_columns, before(columns), after(scatter))
         block.attn.n_head //= mesh.size()
-    distribute_module(model.transformer.wte, mesh, by_rows, tokens, scatter)
-    distribute_module(model.transformer.wpe, mesh, None, positions, local)
-    # the head gets a DTensor: its logits are split by columns, and F.cross_entropy computes in parallel
-    distribute_module(model.transformer.ln_f, mesh, None, annotate, lambda m, output, mesh: gather(m, (output,), mesh))
-    # FSDP's hook on the output does not allow a view, such as to_local() returns
+    distribute_module(model.transformer.wte, mesh, by_rows, before(tokens), after(scatter))
+    distribute_module(model.transformer.wpe, mesh, None, before(positions), after(local))
+    # the head takes a DTensor: its logits are split by columns, and F.cross_entropy computes in parallel
+    distribute_module(model.transformer.ln_f, mesh, None, before(stream), after(gather))
+    # clone: FSDP's hook on the output does not allow a view, and full_tensor() may return one
     model.register_forward_hook(lambda module, inputs, output: output.full_tensor().clone())
+
+
+def before(layout):
+    """layout(x) as distribute_module's hook on a module's only input."""
+    return lambda module, inputs, mesh: layout(*inputs)
+
+
+def after(layout):
+    """layout(x) as distribute_module's hook on a module's output."""
+    return lambda module, output, mesh: layout(output)
 
 
 def loss(config):
@@ -171,8 +186,5 @@ def ranks_of(name, tensor):
 
 def reordered(tensor, outer, inner):
     """A DTensor whose rows, (outer, inner, n), become (inner, outer, n). A collective."""
-    mesh, placements = tensor.device_mesh, tensor.placements
-    # FSDP's dimensions first: it has cut pieces of the pieces that --tensor made
-    pieces = tensor.redistribute(placements=[Replicate()] * (mesh.ndim - 1) + [placements[-1]])
-    whole = pieces.full_tensor().unflatten(0, (outer, inner, -1)).transpose(0, 1).flatten(0, 2)
-    return distribute_tensor(whole, mesh, placements, src_data_rank=None)
+    whole = tensor.full_tensor().unflatten(0, (outer, inner, -1)).transpose(0, 1).flatten(0, 2)
+    return distribute_tensor(whole, tensor.device_mesh, tensor.placements, src_data_rank=None)
