@@ -77,13 +77,12 @@ def blocks_together(config):
 
 def describe(config, distributed):
     """The parallel mode in words, for the plan."""
-    words, groups = config.parallel, distributed.data_size
-    if config.parallel == "hsdp":
-        unit = "groups" if config.tensor > 1 else "ranks"
-        words += f", {groups // config.shard_ranks} copies on {config.shard_ranks} {unit} each"
+    words, size, unit = config.parallel, distributed.data_size, "ranks"
     if config.tensor > 1:
-        split = f"{config.tensor} ranks split every layer"
-        words = f"{split}; {words} over {groups} such groups" if groups > 1 else split
+        unit = "such groups"
+        words = f"{config.tensor} ranks split every layer" + (f"; {words} over {size} {unit}" if size > 1 else "")
+    if config.parallel == "hsdp":
+        words += f", {size // config.shard_ranks} copies on {config.shard_ranks} {unit} each"
     return words + (", gradients averaged in bf16" if config.bf16_gradients else "")
 
 

@@ -1,0 +1,133 @@
+"""Ranks that split every layer: the gradients, training, evaluations and checkpoints of one rank."""
+
+import json
+
+import pytest
+import torch
+from conftest import ROOT, expect_error, make_items, metrics
+from test_layouts import assert_same, weights
+
+from common.cli import UserError
+from config import Config, resolve
+from parallel import fsdp
+from parallel.process_group import Distributed
+
+# On every rank a whole model beside the split one
+SCRIPT = """
+from dataclasses import replace
+
+import torch
+
+from config import Config
+from model import GPTConfig
+from parallel import fsdp, process_group, tensor
+from parallel.ddp import micro_batch
+from train_gpt2 import build
+
+distributed = process_group.start("cpu", tensor=2)
+sizes = GPTConfig(seq_len=8, n_layer=2, n_head=4, n_embd=32)
+config = Config(device="cpu", autocast="off", compile=False, fused_cross_entropy=False, packed_qkv=False, tensor=2)
+config = replace(config, fused_gelu=False, bf16_residual=False)
+split = build(config, distributed, sizes=sizes)
+alone = replace(distributed, rank=0, world_size=1, tensor=1)
+whole = build(replace(config, tensor=1), alone, sizes=sizes)
+
+x, y = torch.randint(sizes.vocab_size, (2, 3, 8))
+y[0, 2:5] = -1  # without a loss
+for trainer in (split, whole):
+    for last in (False, True):
+        with micro_batch(trainer.model, trainer.train_forward, trainer.config, last):
+            trainer.train_forward(x, y).backward()
+for (name, own), (_, expected) in zip(split.model.named_parameters(), whole.model.named_parameters(), strict=True):
+    for kind, tensors in (("", (own, expected)), ("gradient of ", (own.grad, expected.grad))):
+        found = fsdp.full_tensor(tensor.in_gpt2_order(name, tensors[0].detach()))
+        torch.testing.assert_close(found, tensors[1], rtol=1e-4, atol=1e-7, msg=kind + name)
+assert tensor.in_gpt2_order("c_proj.bias", own) is own
+
+at = torch.tensor([3, 11, 20])
+with torch.no_grad(), fsdp.gathered(split.model, config):
+    caches = [trainer.model.new_cache(8) for trainer in (split, whole)]
+    for arguments in (
+        (dict(idx=x, targets=y, reduction="none"),) * 2,
+        (dict(idx=x, targets=y.flatten()[at], reduction="none", at=at),) * 2,
+        (dict(idx=x[:, :5]),) * 2,
+        tuple(dict(idx=x[:, :5], cache=cache) for cache in caches),
+        tuple(dict(idx=x[:, 5:6], cache=cache) for cache in caches),
+    ):
+        own, expected = (trainer.model(**each) for trainer, each in zip((split, whole), arguments))
+        torch.testing.assert_close(own, expected)
+del split, whole, trainer
+process_group.stop()
+"""
+
+
+def test_gradients_losses_and_logits_are_those_of_a_whole_model(command, tmp_path, monkeypatch):
+    (tmp_path / "script.py").write_text(SCRIPT)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    done = command(tmp_path / "script.py", ranks=2)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_training_and_checkpoints_are_those_of_one_rank(train, train_several, command, tmp_path):
+    (tmp_path / "items.jsonl").write_text("".join(json.dumps(item) + "\n" for item in make_items(5)))
+    flags = "--max_steps 10 --checkpoint_every 5 --val_every 10 --sample_every 10 --hellaswag_every 10".split()
+    flags += ["--n_layer", 1, "--n_head", 4, "--hellaswag_data", tmp_path / "items.jsonl"]
+    whole = train("whole", *flags)
+    middle = "log/{}/checkpoint_000005".format
+    (two,) = train_several(2, dict(two=[*flags, "--tensor", 2]))
+    more = dict(
+        ddp=["--tensor", 2, "--activation_checkpointing", "selective"],
+        zero3=["--tensor", 2, "--parallel", "zero3", "--resume", middle("whole"), "--micro_batch_size", 2],
+        four=["--tensor", 4, "--resume", middle("two")],
+        zero2=["--parallel", "zero2", "--resume", middle("ddp"), "--micro_batch_size", 2],
+    )
+    ddp, zero3, four, zero2 = train_several(4, {name: [*flags, *more[name]] for name in more})
+    one = train("one", *flags, "--resume", middle("ddp"))
+    for run in (two, ddp):
+        assert_same(run, whole, steps=10)
+    for run in (zero3, four, zero2, one):
+        assert_same(run, whole, steps=5)
+    samples = [[row["samples"] for row in metrics(run) if "samples" in row] for run in (whole, two, ddp, zero3, four)]
+    assert all(mine == samples[0][-len(mine) :] and mine for mine in samples)
+    assert command("export.py", middle("ddp"), "exported").returncode == 0
+    expected = weights(tmp_path / middle("ddp"))
+    for name, weight in weights(tmp_path / "exported").items():
+        assert torch.equal(weight, expected[name]), name
+
+
+def resolved(ranks, **flags):
+    distributed = Distributed(0, ranks, torch.device("cpu"), flags["tensor"])
+    config, notes = resolve(Config(**flags), distributed)
+    return fsdp.describe(config, distributed), "\n".join(map(str, notes))
+
+
+def test_flags_that_do_not_fit_are_refused_in_one_line():
+    for ranks, flags, words in (
+        (
+            5,
+            dict(tensor=5),
+            "must divide the 12 heads and the 50304 rows of the embedding table: try one of [2, 3, 4, 6, 12]",
+        ),
+        (5, dict(tensor=5, model="gpt2-xl"), "the 25 heads and the 50304 rows of the embedding table: no number does"),
+        (4, dict(tensor=3), "--tensor 3 does not divide 4 ranks: try one of [2, 4]"),
+        (2, dict(tensor=2, pad_vocab=False), "use --pad_vocab"),
+        (2, dict(tensor=2, optimizer="muon"), "--optimizer muon orthogonalizes whole matrices"),
+        (2, dict(tensor=2, adamw_states="int8"), "--adamw_states int8 has scales for blocks of whole rows"),
+        (2, dict(tensor=2, autocast="fp16"), "needs --parallel ddp, not --tensor 2"),
+        (8, dict(tensor=2, parallel="hsdp", shard_ranks=3), "does not divide 4 groups of 2 ranks: try one of [2, 4]"),
+    ):
+        with pytest.raises(UserError) as error:
+            resolved(ranks, **flags)
+        assert words in str(error.value)
+
+
+def test_the_plan_describes_the_mesh():
+    assert resolved(2, tensor=2)[0] == "2 ranks split every layer"
+    assert resolved(4, tensor=2)[0] == "2 ranks split every layer; ddp over 2 such groups"
+    words, notes = resolved(12, tensor=3, parallel="hsdp", shard_ranks=2)
+    assert words == "3 ranks split every layer; hsdp over 4 such groups, 2 copies on 2 such groups each"
+    assert "so every rank holds the whole residual stream" in notes
+
+
+def test_one_rank_splits_nothing(train):
+    expect_error(train("alone", "--tensor", 2, fails=True), "--tensor does nothing here: there is one rank")
