@@ -39,8 +39,9 @@ class GPTConfig:
     n_layer: int = 12
     n_head: int = 12
     n_embd: int = 768
+    pad_to: int = 128
     flash: bool = True  # F.scaled_dot_product_attention; else attention written out
-    pad_vocab: bool = True  # embedding table rounded up to a multiple of 128 rows
+    pad_vocab: bool = True  # embedding table rounded up to a multiple of pad_to rows
     bf16_residual: bool = False  # the residual stream in bf16; needs autocast to bf16
     fused_cross_entropy: bool = False  # head and loss by a Triton kernel; needs a GPU
     fused_gelu: bool = False  # GELU in the epilogues of cuBLASLt's GEMMs
@@ -53,8 +54,8 @@ class GPTConfig:
 
     @property
     def table_rows(self):
-        """Rows of the embedding table: vocab_size, or with pad_vocab the next multiple of 128."""
-        return -(-self.vocab_size // 128) * 128 if self.pad_vocab else self.vocab_size
+        """Rows of the embedding table: vocab_size, or with pad_vocab the next multiple of pad_to."""
+        return -(-self.vocab_size // self.pad_to) * self.pad_to if self.pad_vocab else self.vocab_size
 
 
 def causal_attention(q, k, v, mask=None):

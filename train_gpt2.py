@@ -89,7 +89,7 @@ def build(config, distributed, weights=None, sizes=None):
     torch.manual_seed(config.seed)
     sizes = sizes or GPTConfig(config.seq_len, n_layer=config.n_layer, n_head=config.n_head, n_embd=config.n_embd)
     with torch.device("meta"):  # shapes only: one rank may not have memory for all weights
-        model = GPT(replace(sizes, **model_switches(config)))
+        model = GPT(replace(sizes, pad_to=math.lcm(128, config.tensor), **model_switches(config)))
     # activation_checkpointing: less memory, for up to a third more computation
     checkpoint_activations(model, config.activation_checkpointing, saved_operators())
     # parallel: with zero2, zero3 and hsdp each rank holds a shard of the weights, with ddp all; tensor splits layers

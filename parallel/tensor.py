@@ -37,7 +37,6 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_modul
 from torch.distributed.tensor.parallel import loss_parallel
 
 from common.cli import Note, UserError
-from model import GPTConfig
 
 
 def check_flags(config, distributed, notes):
@@ -46,20 +45,14 @@ def check_flags(config, distributed, notes):
     if size == 1:
         return
     if not config.pad_vocab:
-        raise UserError("--tensor divides the rows of the embedding table, and 50257 has no divisors: use --pad_vocab")
-    rows = GPTConfig().table_rows
-    fits = [n for n in range(2, config.n_head + 1) if config.n_head % n == 0 and rows % n == 0]
+        raise UserError("--tensor divides the rows of the embedding table equally, which needs --pad_vocab")
+    fits = [n for n in range(2, config.n_head + 1) if config.n_head % n == 0]
     if size not in fits:
-        raise UserError(
-            f"--tensor {size} must divide the {config.n_head} heads and the {rows} rows of the embedding table: "
-            + (f"try one of {fits}" if fits else "no number does")
-        )
+        raise UserError(f"--tensor {size} does not divide {config.n_head} attention heads: try one of {fits}")
     if distributed.world_size % size:
         fits = [n for n in fits if distributed.world_size % n == 0]
-        raise UserError(
-            f"--tensor {size} does not divide {distributed.world_size} ranks: "
-            + (f"try one of {fits}" if fits else "leave it out")
-        )
+        hint = f"try one of {fits}" if fits else "use --tensor 1"
+        raise UserError(f"--tensor {size} does not divide {distributed.world_size} ranks: {hint}")
     if config.optimizer == "muon":
         raise UserError("--optimizer muon orthogonalizes whole matrices, which --tensor splits: use AdamW")
     if config.adamw_states == "int8":

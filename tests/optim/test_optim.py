@@ -51,7 +51,7 @@ def test_gpt3s_own_numbers_are_the_defaults():
 
 def test_the_batch_grows_to_its_full_size():
     config = Config(micro_batch_size=4, seq_len=32, total_batch_size=4 * 32 * 2 * 8, batch_warmup_steps=16)
-    steps = [accumulation_steps(step, config, world_size=2) for step in range(20)]
+    steps = [accumulation_steps(step, config, data_size=2) for step in range(20)]
     assert steps[0] == 1 and steps[16:] == [8] * 4
     assert steps == sorted(steps) and set(steps) == set(range(1, 9))
     config.batch_warmup_steps = 0
