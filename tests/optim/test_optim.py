@@ -55,7 +55,7 @@ def test_the_batch_grows_to_its_full_size():
     assert steps[0] == 1 and steps[16:] == [8] * 4
     assert steps == sorted(steps) and set(steps) == set(range(1, 9))
     config.batch_warmup_steps = 0
-    assert accumulation_steps(0, config, world_size=2) == 8
+    assert accumulation_steps(0, config, data_size=2) == 8
 
 
 def test_only_matrices_and_embeddings_decay():
