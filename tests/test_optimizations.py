@@ -40,6 +40,7 @@ CASES = {
     "fused_cross_entropy": (1e-5, dict(fused_cross_entropy=True), {}),
     "fused_gelu": (1e-3, dict(fused_gelu=True), HALF),
     "packed_qkv": (1e-3, dict(packed_qkv=True), HALF | dict(flash=True)),
+    "mask_documents": (1e-5, dict(mask_documents=True), {}),  # these tokens are one document a row
     "fp8": (2e-2, dict(fp8=True), HALF),
     "activation_checkpointing": (1e-5, dict(activation_checkpointing="selective"), {}),
 }
