@@ -30,9 +30,24 @@ def find_documents(idx, end_of_text, with_offsets):
         document = first.cumsum(dim=1)
         future = torch.ones(idx.size(1), idx.size(1), dtype=torch.bool, device=idx.device).triu(1)
         return Documents(hidden=((document[:, :, None] != document[:, None, :]) | future)[:, None])
-    # room for a document a token: the shapes, and so the compiled graph, are the same for all documents
-    offsets = first.flatten().nonzero_static(size=slots(idx.numel()) + 1, fill_value=idx.numel()).flatten()
-    return Documents(offsets=offsets.int(), count=first.sum().cpu())
+    return Documents(None, *find_offsets(first))
+
+
+# an operator of its own, so that a compiled backward does not compute it again: it waits for the GPU
+@torch.library.custom_op("gpt2::find_offsets", mutates_args=())
+def find_offsets(first: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(offsets, count) of Documents. first (B, T) bool: the first token of each document.
+
+    There is room for a document a token: the shapes, and so the compiled graph, are the same for all documents.
+    """
+    offsets = first.flatten().nonzero_static(size=slots(first.numel()) + 1, fill_value=first.numel())
+    return offsets.flatten().int(), first.sum().cpu()
+
+
+@find_offsets.register_fake
+def _(first):
+    offsets = first.new_empty(slots(first.numel()) + 1, dtype=torch.int32)
+    return offsets, torch.empty((), dtype=torch.int64, device="cpu")
 
 
 def slots(count):

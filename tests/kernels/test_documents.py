@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from test_model import SIZES, batch, loss_and_gradients, tiny
 
-from kernels.documents import document_attention, find_documents, slots
+from kernels.documents import document_attention, find_documents, find_offsets, slots
 from model import GPT, GPTConfig, causal_attention
 from optimizations import saved_operators
 from parallel.activation_checkpointing import checkpoint_activations
@@ -102,6 +102,11 @@ def test_offsets_are_those_of_the_mask(rows):
     document = torch.searchsorted(bounds, torch.arange(72), right=True).view(3, 24)
     same = document[:, :, None] == document[:, None, :]
     assert torch.equal(~find_documents(x, END, with_offsets=False).hidden[:, 0], same.tril())
+
+
+def test_registration_of_the_offsets():
+    checks = ("test_schema", "test_faketensor", "test_aot_dispatch_static")
+    torch.library.opcheck(find_offsets, (torch.rand(3, 24) < 0.3,), test_utils=checks)
 
 
 def test_slots():
