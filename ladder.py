@@ -122,7 +122,7 @@ def climb(config):
         return  # torchrun's rank 0 starts the processes of every rung
     if config.fp8 and config.parallel != "ddp":
         raise UserError(f"--fp8 needs --parallel ddp, not {config.parallel}")
-    rungs = choose_rungs(config.rungs, count_devices(config), config.fp8)
+    rungs = choose_rungs(config.rungs, count_devices(config), config)
     check(config)
     folder = prepare(config.log_dir, config.run_name, "ladder")
     print(f"results: {folder}/" + (", of the demo's small model (GPT-2 needs a GPU, and data)" if config.demo else ""))
@@ -193,13 +193,13 @@ def count_devices(config):
     return max(1, torch.cuda.device_count()) if config.device in ("auto", "cuda") else 1
 
 
-def choose_rungs(text, devices, fp8=False):
-    """Tuples of names from --rungs. DDP's are ("ddp", 2), ("ddp", 4), ... up to all devices; "all" contains fp8 only
-    with --fp8.
+def choose_rungs(text, devices, config):
+    """Tuples of names from --rungs. DDP's are ("ddp", 2), ("ddp", 4), ... up to all devices; "all" contains what is off
+    by default only if it is on in `config`.
 
     Raises UserError for a name that does not exist or comes twice, and for an invalid order.
     """
-    every = ",".join(name for name in RUNGS if name != "fp8" or fp8)
+    every = ",".join(name for name, row in RUNGS.items() if row.default or getattr(config, name))
     text = every if text.strip() == "all" else text.replace(" ", "")
     chosen = [tuple(part.split("+")) for part in text.split(",")]
     names = list(itertools.chain(*chosen))

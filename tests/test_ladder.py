@@ -39,11 +39,12 @@ def test_the_first_rung_has_everything_off_and_the_last_the_command_line():
 
 
 def test_rungs_by_name():
-    everything = ladder.choose_rungs("all", 8, fp8=True)
+    everything = ladder.choose_rungs("all", 8, Config(fp8=True, mask_documents=True))
     assert [names[0] for names in everything[:-3]] == list(RUNGS)[:-1]
-    assert [names for names in everything if names != ("fp8",)] == ladder.choose_rungs("all", 8)
+    off = (("fp8",), ("mask_documents",))
+    assert [names for names in everything if names not in off] == ladder.choose_rungs("all", 8, Config())
     assert everything[-3:] == [("ddp", 2), ("ddp", 4), ("ddp", 8)]
-    assert ladder.choose_rungs("flash,tf32+accumulation,ddp", 6) == [
+    assert ladder.choose_rungs("flash,tf32+accumulation,ddp", 6, Config()) == [
         ("flash",),
         ("tf32", "accumulation"),
         *[("ddp", n) for n in (2, 4, 6)],
@@ -58,7 +59,7 @@ def test_rungs_by_name():
         ("micro_batch,accumulation", "accumulation before it"),
     ]:
         with pytest.raises(UserError, match=complaint):
-            ladder.choose_rungs(text, 1)
+            ladder.choose_rungs(text, 1, Config())
 
 
 def test_the_ladder_of_recipes_climbs(train, tmp_path):
