@@ -233,7 +233,7 @@ OPTIMIZATIONS = (
     ),
     switch(
         "packed_qkv",
-        "on Hopper and newer: cuDNN's attention, with the gradients of q, k and v in one tensor",
+        "on Hopper and data-center Blackwell: cuDNN's attention, gradients of q, k and v in one tensor",
         needs=cudnn_frontend,
         in_model=True,
         saves=("gpt2::packed_qkv",),

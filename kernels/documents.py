@@ -33,7 +33,7 @@ def find_documents(idx, end_of_text, with_offsets):
     return Documents(None, *find_offsets(first))
 
 
-# an operator of its own, so that a compiled backward does not compute it again: it waits for the GPU
+# one operator, so that the compiled backward does not recompute it: copying the count to the host synchronizes
 @torch.library.custom_op("gpt2::find_offsets", mutates_args=())
 def find_offsets(first: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """(offsets, count) of Documents. first (B, T) bool: the first token of each document.

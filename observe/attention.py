@@ -3,9 +3,9 @@
     python -m observe.attention                                         # T from 512 to 32,768, heads 64 and 128 wide
     python -m observe.attention --lengths 1024 4096 --widths 64 --tokens 16384
 
-Every measurement has the same number of tokens and the same width C, so FLOPs grow with T, and the GEMMs around
-attention would not change. As in the model, q, k and v are views of one (B, T, 3C) tensor, and their gradients become
-one tensor; so kernels that return three gradients pay for the copy.
+Tokens and width C are the same in every measurement, so attention's FLOPs grow with T and the other layers' do not. As
+in the model, q, k and v are views of one (B, T, 3C) tensor, and their gradients become one tensor, so a kernel that
+returns three gradients pays for the copy.
 """
 
 import common.interrupt  # first: Ctrl-C during the other imports
@@ -15,6 +15,7 @@ import statistics
 import time
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Literal
 
 import torch
@@ -33,6 +34,7 @@ from parallel import process_group
 LENGTHS = tuple(512 * 2**i for i in range(7))
 WARM_UP = 3  # runs that are not measured
 LONGEST = 2.0  # seconds after which no further run is started
+BUSY = 2_000_000  # clock cycles, 1 ms: the GPU waits until the host has launched a kernel, so that Python is not timed
 # Backends of F.scaled_dot_product_attention. PyTorch's own FlashAttention is version 2; packed_qkv, besides these,
 # calls cuDNN's kernels through its front end.
 SDPA = dict(
@@ -72,7 +74,8 @@ class Flags:
 def main():
     flags = parse(Flags)
     device = process_group.start(flags.device).device
-    flags.tokens = flags.tokens or (65536 if device.type == "cuda" else 1024)
+    if flags.tokens is None:
+        flags.tokens = 65536 if device.type == "cuda" else 1024
     flags.lengths = flags.lengths or tuple(T for T in LENGTHS if T <= flags.tokens)
     check(flags)
     folder = prepare(flags.log_dir, flags.run_name, "attention")
@@ -96,6 +99,8 @@ def main():
 
 def check(flags):
     """Raises UserError for sizes that cannot be measured."""
+    if not flags.lengths or not flags.widths:
+        raise UserError(f"there is no length up to {flags.tokens} tokens, or no width: use --lengths, --widths")
     if min(flags.tokens, flags.n_embd, flags.repeats, *flags.lengths, *flags.widths) < 1:
         raise UserError("--tokens, --lengths, --widths, --n_embd and --repeats must be at least 1")
     for name, whole, parts in (("tokens", flags.tokens, flags.lengths), ("n_embd", flags.n_embd, flags.widths)):
@@ -114,7 +119,10 @@ def candidates(device):
     names = ["written out", *SDPA]
     names += ["packed_qkv"] if importlib.util.find_spec("cudnn") else []
     # FlashAttention-4 is the package flash-attn-4, whose module is flash_attn.cute
-    cute = importlib.util.find_spec("flash_attn") and importlib.util.find_spec("flash_attn.cute")
+    package = importlib.util.find_spec("flash_attn")
+    cute = [
+        folder for folder in (package.submodule_search_locations if package else ()) if Path(folder, "cute").exists()
+    ]
     return [*names, "FlashAttention-4"] if cute else names
 
 
@@ -170,7 +178,7 @@ def measure(name, D, T, flags, device):
         with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
             ms, y = clock(partial(attend, name, qkv, C // D))
         forward.append(ms)
-        ms, _ = clock(partial(y.backward, torch.ones_like(y)))
+        ms, _ = clock(partial(y.backward, torch.randn_like(y)))
         backward.append(ms)
         del y
     times = dict(
@@ -190,6 +198,7 @@ def time_of(device, function):
             torch.mps.synchronize()
         return 1e3 * (time.perf_counter() - began), result
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda._sleep(BUSY)
     start.record()
     result = function()
     end.record()
@@ -250,8 +259,8 @@ def markdown(results, flags, device):
     if on_chip:
         rows = []
         for D, T in sorted({(result["D"], result["T"]) for result in results}):
-            standard, flash = predicted_bytes(T, D, flags.tokens, flags.n_embd, on_chip)
-            rows.append([str(D), f"{T:,}", f"{standard / 1e9:.2f}", f"{flash / 1e9:.2f}", f"{standard / flash:.1f}"])
+            standard, flash = (n / 2**30 for n in predicted_bytes(T, D, flags.tokens, flags.n_embd, on_chip))
+            rows.append([str(D), f"{T:,}", f"{standard:.2f}", f"{flash:.2f}", f"{standard / flash:.1f}"])
         text += (
             f"\n\n{table(BYTES_COLUMNS, rows)}\n\nBytes of forward by the FlashAttention paper's algorithms 0 and 1,"
         )
