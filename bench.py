@@ -72,6 +72,8 @@ def time_steps(config, distributed):
     trainer = build(config, distributed)
     B, T = config.micro_batch_size, config.seq_len
     tokens = torch.randint(trainer.model.config.vocab_size, (B, T + 1), device=distributed.device)
+    if config.mask_documents:  # documents of 1,000 tokens, FineWeb-Edu's mean
+        tokens[torch.rand(B, T + 1, device=distributed.device) < 1e-3] = trainer.model.config.vocab_size - 1
     batch = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
     seconds = []
     steps = trange(

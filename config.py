@@ -224,7 +224,7 @@ class Measuring:
         str,
         tyro.conf.arg(
             help="The ladder's rungs, comma-separated, in the order to climb; a+b turns on both in one rung. A rung "
-            f"that is not named stays off. Rungs: {', '.join(RUNGS)}. all: without fp8, unless --fp8 is given."
+            f"that is not named stays off. Rungs: {', '.join(RUNGS)}. all: every rung whose flags are on."
         ),
     ] = "all"
     ladder_steps: int = 20

@@ -104,9 +104,7 @@ def short_run(config):
     off = dict.fromkeys((*EVALUATIONS, "batch_warmup_steps"), 0)
     off |= dict(ladder=False, rungs="all", ladder_steps=Config.ladder_steps)
     off |= dict(log_dir=Config.log_dir, run_name=None, wandb_group=None)
-    steps = SETTLING_STEPS + config.ladder_steps
-    warmup = min(config.warmup_steps, steps // 4)  # the schedule fits into the run
-    return flags(dataclasses.replace(config, **off, max_steps=steps, warmup_steps=warmup))
+    return flags(dataclasses.replace(config, **off, max_steps=SETTLING_STEPS + config.ladder_steps))
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -122,15 +120,15 @@ def climb(config):
         return  # torchrun's rank 0 starts the processes of every rung
     if config.fp8 and config.parallel != "ddp":
         raise UserError(f"--fp8 needs --parallel ddp, not {config.parallel}")
-    rungs = choose_rungs(config.rungs, count_devices(config), config.fp8)
+    rungs = choose_rungs(config.rungs, count_devices(config), config)
     check(config)
     folder = prepare(config.log_dir, config.run_name, "ladder")
     print(f"results: {folder}/" + (", of the demo's small model (GPT-2 needs a GPU, and data)" if config.demo else ""))
-    device = torch.device(choose_device_type(config.device))
+    device, steps = torch.device(choose_device_type(config.device)), SETTLING_STEPS + config.ladder_steps
+    config = dataclasses.replace(config, warmup_steps=min(config.warmup_steps, steps // 4))  # it fits into the run
     on = []  # rungs done
     results = []
     print(align(COLUMNS, WIDTHS))
-    steps = SETTLING_STEPS + config.ladder_steps
 
     def show(result):
         results.append(result)
@@ -193,13 +191,13 @@ def count_devices(config):
     return max(1, torch.cuda.device_count()) if config.device in ("auto", "cuda") else 1
 
 
-def choose_rungs(text, devices, fp8=False):
-    """Tuples of names from --rungs. DDP's are ("ddp", 2), ("ddp", 4), ... up to all devices; "all" contains fp8 only
-    with --fp8.
+def choose_rungs(text, devices, config):
+    """Tuples of names from --rungs. DDP's are ("ddp", 2), ("ddp", 4), ... up to all devices; "all" contains what is off
+    by default only if it is on in `config`.
 
     Raises UserError for a name that does not exist or comes twice, and for an invalid order.
     """
-    every = ",".join(name for name in RUNGS if name != "fp8" or fp8)
+    every = ",".join(name for name, row in RUNGS.items() if row.default or getattr(config, name))
     text = every if text.strip() == "all" else text.replace(" ", "")
     chosen = [tuple(part.split("+")) for part in text.split(",")]
     names = list(itertools.chain(*chosen))
@@ -295,6 +293,8 @@ def climb_to_loss(config):
     results, curves, changes = [], {}, {}
     with tqdm(total=len(RECIPES) * config.seeds * steps, unit="step", leave=False, disable=None) as bar:
         _, baseline = measure_baseline(config, distributed.device, folder, bar)
+        if baseline["status"] in ("failed", "stopped"):
+            raise UserError(baseline["reason"])
         bar.reset()
         for index, (name, recipe) in enumerate(RECIPES.items(), 1):
             rung, notes = turn_off_unavailable(long_run(config, changes | recipe), distributed)
@@ -308,11 +308,11 @@ def climb_to_loss(config):
                     break  # the other seeds would fail too
             result = next((run for run in runs if run["status"] != "done"), None)
             if not result:
-                seeds = [time_to_loss.read_curve(folder / run["name"]) for run in runs]
-                result = time_to_loss.summarize(name, seeds, results[0]["loss"] if results else None)
+                of_seeds = [time_to_loss.read_curve(folder / run["name"]) for run in runs]
+                result = time_to_loss.summarize(name, of_seeds, results[0]["loss"] if results else None)
             if result["status"] == "done":
                 changes |= recipe
-                curves[name] = seeds
+                curves[name] = of_seeds
                 result |= dict(facts=runs[0]["facts"], commands=[run["command"] for run in runs])
             elif not results:
                 raise UserError(result["reason"])

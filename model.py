@@ -14,8 +14,9 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from common.files import read_json, regular_file
-from common.hub import check_hub
+from common.files import read_json
+from common.hub import find_file
+from kernels.documents import NO_BOUNDARIES, document_attention, find_documents, has_varlen_attention
 from kernels.mlp import fused_mlp
 
 # Linear weights that OpenAI's code, and so Hugging Face, stores as (in, out); nn.Linear stores (out, in)
@@ -46,6 +47,7 @@ class GPTConfig:
     fused_cross_entropy: bool = False  # head and loss by a Triton kernel; needs a GPU
     fused_gelu: bool = False  # GELU in the epilogues of cuBLASLt's GEMMs
     packed_qkv: bool = False  # flash attention through cuDNN's front end; needs autocast
+    mask_documents: bool = False  # a token attends within its own document; the last token of the vocabulary opens one
     fp8: bool = False  # kernels.fp8.convert replaces the blocks' GEMMs; the head's, in bf16, are tuned
 
     def __post_init__(self):
@@ -61,7 +63,7 @@ class GPTConfig:
 def causal_attention(q, k, v, mask=None):
     """softmax(q kᵀ / √D) v with the (T, S) matrix in memory. q (B, H, T, D), k and v (B, H, S, D).
 
-    mask (T, S) bool: True hides a key; by default the causal mask.
+    mask (T, S) or (B, 1, T, S) bool: True hides a key; by default the causal mask.
     """
     scores = (q @ k.transpose(-2, -1)) / math.sqrt(q.size(-1))  # (B, H, T, S)
     if mask is None:
@@ -79,22 +81,27 @@ class CausalSelfAttention(nn.Module):
         self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd)
         self.c_proj = nn.Linear(config.n_embd, config.n_embd)
 
-    def forward(self, x, past=None):
+    def forward(self, x, past=None, documents=NO_BOUNDARIES):
         qkv = self.c_attn(x)  # (B, T, 3C)
         B, T, C = *qkv.shape[:2], qkv.size(2) // 3
         # packed_qkv: cuDNN writes the gradients of q, k and v into one (B, T, 3C) tensor, which c_attn's backward reads
         if self.packed_qkv and past is None:
             from kernels.attention import packed_qkv  # needs nvidia-cudnn-frontend
 
-            return self.c_proj(packed_qkv(qkv, self.n_head)[0])
+            return self.c_proj(packed_qkv(qkv, self.n_head, documents.offsets, documents.count)[0])
+        # mask_documents: no score between two documents is computed
+        if documents.offsets is not None:
+            return self.c_proj(document_attention(qkv, self.n_head, documents.offsets, documents.count)[0])
         q, k, v = (
             part.view(B, T, self.n_head, C // self.n_head).transpose(1, 2)  # (B, H, T, C/H)
             for part in qkv.split(C, dim=2)
         )
-        k, v, mask = past.append(k, v) if past else (k, v, None)
+        k, v, mask = past.append(k, v) if past else (k, v, documents.hidden)
         # flash: one kernel that never writes the (T, T) matrix to memory (Dao et al. 2022)
         if self.flash and mask is None:
             y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        elif self.flash and not past:
+            y = F.scaled_dot_product_attention(q, k, v, attn_mask=~mask)
         else:
             y = causal_attention(q, k, v, mask)
         y = y.transpose(1, 2).reshape(B, T, C)
@@ -125,14 +132,14 @@ class Block(nn.Module):
         self.mlp = MLP(config)
         self.recompute = None  # options for torch.utils.checkpoint, from parallel/activation_checkpointing.py
 
-    def forward(self, x, past=None):
+    def forward(self, x, past=None, documents=NO_BOUNDARIES):
         # activation_checkpointing: backward recomputes the block's activations instead of keeping them
         if self.recompute is not None:
-            return checkpoint(self.compute, x, past, **self.recompute)
-        return self.compute(x, past)
+            return checkpoint(self.compute, x, past, documents, **self.recompute)
+        return self.compute(x, past, documents)
 
-    def compute(self, x, past):
-        x = x + self.attn(self.ln_1(x), past)
+    def compute(self, x, past, documents):
+        x = x + self.attn(self.ln_1(x), past, documents)
         return x + self.mlp(self.ln_2(x))
 
 
@@ -239,13 +246,20 @@ class GPT(nn.Module):
         if T > self.config.seq_len:
             raise ValueError(f"{T} tokens, but the model knows {self.config.seq_len} positions")
         x = self.embed(idx, cache.reserve(T) if cache else torch.arange(T, device=idx.device))
+        # with a cache, all tokens belong to one document
+        documents = self.find_documents(idx) if self.config.mask_documents and not cache else NO_BOUNDARIES
         for layer, block in enumerate(self.transformer.h):
-            x = block(x, cache.layers[layer] if cache else None)
+            x = block(x, cache.layers[layer] if cache else None, documents)
         if cache:
             x = x[:, -1:]
         if at is not None:
             x = x.flatten(0, 1)[at]  # (N, C)
         return self.head(x, targets, reduction)
+
+    def find_documents(self, idx):
+        c = self.config
+        with_offsets = c.packed_qkv or (c.flash and has_varlen_attention(idx.device, c.n_embd // c.n_head))
+        return find_documents(idx, c.vocab_size - 1, with_offsets)
 
     # FSDP's hooks split the compiled graph: embedding, each block, head.
 
@@ -380,17 +394,3 @@ def stored_layout(name, weight):
 def to_host(tensor):
     """A copy in host memory, page-locked if it comes from a GPU: the copy is then several times faster."""
     return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda).copy_(tensor)
-
-
-def find_file(name, file):
-    """The path of a file in a Hugging Face folder, or in a repository on the hub, which is downloaded once."""
-    folder = Path(name)
-    if folder.is_dir():
-        return regular_file(folder / file)
-    of_hub = len(folder.parts) == 1 or (len(folder.parts) == 2 and not folder.parent.exists())  # NAME or OWNER/NAME
-    if not of_hub or folder.exists() or folder.is_symlink() or str(name)[0] in "./~":
-        raise FileNotFoundError(f"{name} is not a folder with config.json and model.safetensors")
-    check_hub()
-    from huggingface_hub import hf_hub_download
-
-    return Path(hf_hub_download(str(name), file))

@@ -96,9 +96,12 @@ def cudnn_frontend(config, distributed):
         return problem
     if config.autocast == "off" or not config.flash:
         return "it needs --flash, and --autocast bf16 or fp16"
-    if torch.cuda.get_device_capability(distributed.device) < (8, 0):
-        return f"{torch.cuda.get_device_name(distributed.device)} is older than Ampere"
-    widest = 128 if torch.cuda.get_device_capability(distributed.device) < (9, 0) else 256
+    # A100s, consumer cards: FlashAttention-2, which scaled_dot_product_attention picks there, is the faster one
+    generation, _ = torch.cuda.get_device_capability(distributed.device)
+    if generation not in (9, 10):
+        name = torch.cuda.get_device_name(distributed.device)
+        return f"cuDNN's attention is fast on Hopper and data-center Blackwell, and this is {name}"
+    widest = 256 if generation == 9 else 128
     # the ladder asks before the model's sizes are known
     head_width = config.n_embd // config.n_head if config.n_embd and config.n_head else 64
     if head_width % 8 or head_width > widest:
@@ -175,7 +178,7 @@ OPTIMIZATIONS = (
     switch("compile", "fused kernels, and no Python between them, by torch.compile", needs=inductor),
     switch(
         "flash",
-        "attention through F.scaled_dot_product_attention, which never writes the T x T matrix to memory",
+        "attention that never writes the T x T matrix to memory, by F.scaled_dot_product_attention or cuDNN",
         in_model=True,
         saves=(
             "aten::_scaled_dot_product_flash_attention",
@@ -238,14 +241,22 @@ OPTIMIZATIONS = (
     ),
     switch(
         "packed_qkv",
-        "flash attention through cuDNN's front end, which writes the gradients of q, k and v into one tensor",
+        "on Hopper and data-center Blackwell: cuDNN's attention, gradients of q, k and v in one tensor",
         needs=cudnn_frontend,
         in_model=True,
         saves=("gpt2::packed_qkv",),
     ),
     switch(
+        "mask_documents",
+        "a token attends within its own document",
+        in_model=True,
+        changes="recipe",
+        saves=("gpt2::document_attention",),
+        default=False,
+    ),
+    switch(
         "fp8",
-        "the blocks' GEMMs in 8-bit floating point with delayed scaling, for Hopper and newer",
+        "the blocks' GEMMs in 8-bit floating point, for Hopper and newer",
         needs=hopper,
         in_model=True,
         changes="rounding",
@@ -261,14 +272,14 @@ OPTIMIZATIONS = (
     ),
     switch(
         "overlap_gradients",
-        "average DDP's gradients during backward, which splits torch.compile's graph; for slow links",
+        "average DDP's gradients during backward; for slow links",
         rung=None,
         needs=compiled_ddp,
         default=False,
     ),
     switch(
         "bf16_gradients",
-        "average gradients over the GPUs in bf16: half the bytes to send",
+        "average gradients in bf16: half the bytes to send",
         rung=None,
         needs=bf16_all_reduce,
         changes="rounding",

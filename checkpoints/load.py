@@ -16,10 +16,10 @@ from checkpoints.run_folder import checkpoints_of, facts_of
 from checkpoints.save import STATE, TRAINING, WEIGHTS
 from common.cli import UserError, first_line
 from common.files import digest, json_digest, read_json
-from common.hub import hub_errors
+from common.hub import find_file, hub_errors
 from common.progress import progress
 from data.tokenizer import VOCAB_SIZE
-from model import GPT, GPTConfig, find_file, stored_layout
+from model import GPT, GPTConfig, stored_layout
 from parallel.fsdp import fill
 
 # what a run resumes from

@@ -1,4 +1,4 @@
-"""The Hugging Face hub: whether it answers, and its errors."""
+"""The Hugging Face hub: whether it answers, its files, and its errors."""
 
 import functools
 import http.client
@@ -6,6 +6,9 @@ import os
 import ssl
 import urllib.error
 import urllib.request
+from pathlib import Path
+
+from common.files import regular_file
 
 TIMEOUT = 5  # seconds for each of the hub's addresses, unless HF_HUB_ETAG_TIMEOUT is set
 
@@ -35,6 +38,20 @@ def check_hub():
                 f"{endpoint} does not answer ({reason}): only files that are already downloaded are used; "
                 "HF_HUB_ETAG_TIMEOUT=60 waits longer, HF_HUB_OFFLINE=0 does not check"
             )
+
+
+def find_file(name, file):
+    """The path of a file in a Hugging Face folder, or in a repository on the hub, which is downloaded once."""
+    folder = Path(name)
+    if folder.is_dir():
+        return regular_file(folder / file)
+    of_hub = len(folder.parts) == 1 or (len(folder.parts) == 2 and not folder.parent.exists())  # NAME or OWNER/NAME
+    if not of_hub or folder.exists() or folder.is_symlink() or str(name)[0] in "./~":
+        raise FileNotFoundError(f"{name} is not a folder with config.json and model.safetensors")
+    check_hub()
+    from huggingface_hub import hf_hub_download
+
+    return Path(hf_hub_download(str(name), file))
 
 
 def hub_errors():

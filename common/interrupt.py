@@ -1,6 +1,7 @@
 """Ctrl-C during imports and compilation: one line and exit code 130. Every command imports this module first.
 
-A KeyboardInterrupt there may abort the process (pybind11) or get lost. common.cli.run() restores it after the imports.
+A KeyboardInterrupt there may abort the process (pybind11) or get lost. After the imports common.cli.run() restores
+Python's own handler.
 """
 
 import os
@@ -21,6 +22,6 @@ def end_at_once():
 
 
 # only in a process that runs a command, not in one that imports it
-script = Path(getattr(sys.modules["__main__"], "__file__", "")).resolve()
-if script.parent == Path(__file__).resolve().parent.parent:
+root, script = Path(__file__).resolve().parent.parent, Path(getattr(sys.modules["__main__"], "__file__", "")).resolve()
+if script.parent in (root, root / "observe"):
     end_at_once()

@@ -1,4 +1,4 @@
-"""Figures: the ladder, the heat map of a sweep, the roofline. Each function writes one PNG."""
+"""Figures: the ladder, the heat map of a sweep, attention, the roofline. Each function writes one PNG."""
 
 import statistics
 from itertools import product
@@ -159,6 +159,47 @@ def heat_map(axes, results, path):
     ax.spines[:].set_visible(False)
     facts = next(result["facts"] for result in results if result["status"] == "done")
     ax.set_title(f"Tokens/sec and peak memory\n{about(facts)}", loc="left", fontsize=11, color=INK)
+    figure.savefig(path)
+
+
+def attention(results, path):
+    """Time and memory of each attention kernel against the sequence length; a cross where memory ran out.
+
+    results: of observe/attention.py. Lines are solid for the first width of a head, dashed for the second.
+    """
+    done = [result for result in results if result["status"] == "done"]
+    measures = dict(ms="forward and backward, ms", peak_gb="peak memory, GB")
+    points = [dict(result, ms=result["forward_ms"] + result["backward_ms"]) for result in done]
+    shown = [key for key in measures if any(point[key] for point in points)]
+    figure, axes = new_figure(1 + 5.5 * len(shown), 5, columns=len(shown))
+    names, widths = (list(dict.fromkeys(result[key] for result in results)) for key in ("name", "D"))
+    for ax, key in zip(axes, shown):
+        for (name, color), (D, style) in product(zip(names, PALETTE), zip(widths, ("-", "--", ":"))):
+            line = [point for point in points if (point["name"], point["D"]) == (name, D)]
+            if not line:
+                continue
+            T, values = [point["T"] for point in line], [point[key] for point in line]
+            ax.plot(T, values, style, color=color, marker="o", markersize=3, label=f"{name}, D = {D}")
+            for result in results:
+                if (result["name"], result["D"], result.get("reason")) == (name, D, "out of memory"):
+                    growth = result["T"] / T[-1]  # at the same number of tokens the T × T matrices grow with T
+                    ax.plot([T[-1], result["T"]], [values[-1], values[-1] * growth], ":", color=color, linewidth=1)
+                    ax.plot(result["T"], values[-1] * growth, "x", color=color)
+                    ax.text(result["T"], values[-1] * growth, " out of memory", fontsize=7, color=MUTED, va="bottom")
+                    break
+        lengths = sorted({result["T"] for result in results})
+        ax.set(xscale="log", yscale="log")
+        ax.set_xticks(lengths, [f"{T:,}" for T in lengths])
+        ax.minorticks_off()
+        ax.yaxis.set_major_formatter("{x:g}")
+        ax.set_xlabel("sequence length T", color=INK)
+        ax.set_ylabel(measures[key], color=INK)
+        ax.grid(axis="y", color=RULE, linewidth=0.6)
+    axes[0].legend(frameon=False, fontsize=8, labelcolor=INK)
+    facts = done[0]["facts"]
+    figure.suptitle(
+        f"Attention: {facts['hardware']}, PyTorch {facts['torch']}", x=0.01, ha="left", fontsize=11, color=INK
+    )
     figure.savefig(path)
 
 

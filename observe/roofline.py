@@ -26,7 +26,7 @@ def work(c, T, tokens):
     weights are left out: 1% of the bytes for a micro-batch of 64 × 1024 tokens.
     FLOPs are exact for GEMMs and flash attention, and rough for the other categories; those are limited by bandwidth,
     where FLOPs cancel out of the share of the roof. Without flash, attention's GEMMs count as "matrix products", as
-    their kernels do.
+    their kernels do. mask_documents leaves out scores between documents; they are counted here.
     """
     L, C, H, V = c.n_layer, c.n_embd, c.n_head, c.vocab_size
     activation = 2  # bytes

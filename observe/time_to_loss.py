@@ -107,14 +107,15 @@ def markdown(results, seeds, baseline):
 def sooner(results, baseline):
     """How much sooner the fastest rung reaches the first one's loss than the first rung would without optimizations.
 
-    baseline: measure()'s result of the other ladder's first rung.
+    baseline: measure()'s result of the other ladder's first rung, on one device.
     """
     first, best = results[0], min((r for r in results if r.get("seconds")), key=lambda r: r["seconds"])
     if baseline["status"] != "done":
-        return f"Without optimizations {first['rung']} cannot run: {baseline['reason']}."
+        return f"The other ladder's baseline does not run here: {baseline['reason']}."
     rate = baseline["tokens_per_sec"]
     seconds = first["tokens"] / rate
     return (
-        f"Without optimizations (float32, eager, {rate:,.0f} tokens/sec) {first['rung']} would take {seconds:,.1f} s; "
-        f"{best['rung']} takes {best['seconds']:,.1f} s: {seconds / best['seconds']:.1f} × sooner."
+        f"At the speed of the other ladder's baseline (float32, eager, one device: {rate:,.0f} tokens/sec) "
+        f"{first['rung']} would take {seconds:,.1f} s; {best['rung']} takes {best['seconds']:,.1f} s: "
+        f"{seconds / best['seconds']:.1f} × sooner."
     )

@@ -32,7 +32,9 @@ class LowMemoryAdamW(torch.optim.Optimizer):
         super().__init__(groups, dict(lr=lr, betas=betas, eps=eps, fused=False))
         self.update = torch.compile(update) if compiled else update
         device = self.param_groups[0]["params"][0].device
-        self.tables = dict(exp_avg=levels(device, signed=True), exp_avg_sq=levels(device, signed=False))
+        self.tables = {}
+        if states == "int8":
+            self.tables = dict(exp_avg=levels(device, signed=True), exp_avg_sq=levels(device, signed=False))
         for group in self.param_groups:
             for weight in group["params"]:
                 self.state[weight] = dict(step=torch.zeros(()), **zero_moments(weight, states))

@@ -5,8 +5,7 @@ directions only. Muon replaces all singular values by 1: with M = U S Vᵀ the s
 fast as frequent ones (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/). Newton-Schulz iterations compute
 U Vᵀ with GEMMs alone, in bf16: an odd polynomial of M acts on its singular values and leaves U and V as they are.
 
-Embeddings, biases and LayerNorms have no such structure (an embedding's gradient is a sum over the tokens of a batch,
-row by row), so AdamW updates them.
+AdamW updates the embeddings, whose rows are single tokens' vectors, the biases and the LayerNorms (Liu et al. 2025).
 
 Ranks share the work. With ddp every rank orthogonalizes some of the matrices, and an all-gather collects the results.
 With zero2, zero3 and hsdp an all-to-all collects whole matrices from their shards, each on one rank, and another one
@@ -44,7 +43,8 @@ class Muon(torch.optim.Optimizer):
 
     def __init__(self, groups, adamw, momentum=0.95, coefficients=COEFFICIENTS):
         """groups: dictionaries with params (matrices of one shape), lr, weight_decay, and parts: the number of
-        matrices, one above the other, that each parameter consists of. adamw: a torch.optim.AdamW for the rest."""
+        matrices, one above the other, that each parameter consists of. adamw: the AdamW for the rest; if it is fused,
+        both read found_inf."""
         super().__init__(groups, dict(momentum=momentum, coefficients=coefficients, fused=adamw.defaults["fused"]))
         self.matrices = list(self.param_groups)
         self.adamw = adamw
@@ -56,7 +56,7 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure=None):
-        """One update of all parameters.
+        """One update of all parameters; the matrices' gradients are overwritten.
 
         As with fused AdamW, nothing changes if the attribute found_inf, a scalar on the device, is 1: the host does not
         wait for it.
@@ -69,22 +69,21 @@ class Muon(torch.optim.Optimizer):
         for group in self.matrices:
             weights = group["params"]
             shape, mesh = weights[0].shape, weights[0].device_mesh if isinstance(weights[0], DTensor) else None
-            gradient = torch.stack([local(weight.grad) for weight in weights])  # (N, rows of this rank, columns)
-            buffers = [local(self.state[weight]["momentum_buffer"]) for weight in weights]
+            gradients = [local(weight.grad) for weight in weights]
+            momenta = [local(self.state[weight]["momentum_buffer"]) for weight in weights]
             weights = [local(weight) for weight in weights]
-            momentum = torch.stack(buffers)
-            if found_inf is not None:
-                gradient = momentum.where(found_inf > 0, gradient)  # the momentum stays as it is
-            momentum.lerp_(gradient, 1 - group["momentum"])
-            torch._foreach_copy_(buffers, momentum.unbind())
-            directions = gradient.lerp_(momentum, group["momentum"]).bfloat16()
+            for gradient, momentum in zip(gradients, momenta) if found_inf is not None else ():
+                torch.where(found_inf > 0, momentum, gradient, out=gradient)  # the momentum stays as it is
+            torch._foreach_lerp_(momenta, gradients, 1 - group["momentum"])
+            torch._foreach_lerp_(gradients, momenta, group["momentum"])
+            directions = torch.stack([gradient.bfloat16() for gradient in gradients]) * applied
             parts, coefficients = group["parts"], group["coefficients"]
             whole = to_owners(directions, shape[0], mesh)  # (n of this rank, rows, columns)
             whole = orthogonalize(whole.unflatten(1, (parts, -1)).flatten(0, 1), coefficients).view_as(whole)
             updates = from_owners(whole, directions, mesh)
             rate = group["lr"] * 0.2 * math.sqrt(max(shape[0] // parts, shape[1]))
             torch._foreach_mul_(weights, 1 - group["lr"] * group["weight_decay"] * applied)
-            torch._foreach_add_(weights, (updates.float() * (-rate * applied)).unbind())
+            torch._foreach_add_(weights, list(updates.unbind()), alpha=-rate)
 
 
 def orthogonalize(x, coefficients=COEFFICIENTS):

@@ -70,7 +70,7 @@ def allocate_state(optimizer):
 def update_if_finite(optimizer, scaler, norm):
     """Update the weights, unless the gradient norm is infinite or NaN: then no weight changes.
 
-    norm: a scalar on the device; fused AdamW and Muon read it there, so the host does not wait for it.
+    norm: a scalar on the device; with fused AdamW the host does not wait for it.
     """
     finite = torch.isfinite(norm)
     if scaler.is_enabled():

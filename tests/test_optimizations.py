@@ -40,6 +40,7 @@ CASES = {
     "fused_cross_entropy": (1e-5, dict(fused_cross_entropy=True), {}),
     "fused_gelu": (1e-3, dict(fused_gelu=True), HALF),
     "packed_qkv": (1e-3, dict(packed_qkv=True), HALF | dict(flash=True)),
+    "mask_documents": (1e-5, dict(mask_documents=True), {}),  # these tokens are one document a row
     "fp8": (2e-2, dict(fp8=True), HALF),
     "activation_checkpointing": (1e-5, dict(activation_checkpointing="selective"), {}),
 }
@@ -146,3 +147,16 @@ def test_what_a_device_does_not_have_is_off_and_noted(device, flags, reasons):
     for flag, reason in reasons.items():
         assert reason in said[flag].reason and getattr(config, flag) == said[flag].value
         assert str(said[flag]).startswith(f"{flag} is ")
+
+
+@pytest.mark.parametrize(
+    "name, capability, on",
+    [("A100", (8, 0), False), ("RTX 4090", (8, 9), False), ("H200", (9, 0), True), ("RTX 5090", (12, 0), False)],
+)
+def test_cudnn_attention_is_for_the_gpus_where_it_is_fast(monkeypatch, name, capability, on):
+    pytest.importorskip("cudnn")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    config, notes = turn_off_unavailable(Config(), Distributed(0, 1, torch.device("cuda")))
+    assert config.packed_qkv == on and config.flash
+    assert on or f"this is {name}" in next(note.reason for note in notes if note.flag == "packed_qkv")

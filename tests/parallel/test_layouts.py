@@ -41,6 +41,7 @@ def test_every_layout_trains_and_resumes_as_one_rank_does(train, train_several, 
     flags = "--max_steps 4 --checkpoint_every 2 --val_every 2 --sample_every 2 --hellaswag_every 2".split()
     flags += ["--hellaswag_data", str(tmp_path / "items.jsonl"), "--micro_batch_size", "1"]
     flags += ["--n_layer", "7"]  # gathered two by two, and one alone
+    flags += ["--mask_documents"]  # the blocks share the documents' boundaries
     whole = train("whole", *flags)
     middle = "log/{}/checkpoint_000002".format
     runs = train_several(

@@ -71,7 +71,7 @@ def test_gradients_losses_and_logits_are_those_of_a_whole_model(command, tmp_pat
 def test_training_and_checkpoints_are_those_of_one_rank(train, train_several, command, tmp_path):
     (tmp_path / "items.jsonl").write_text("".join(json.dumps(item) + "\n" for item in make_items(5)))
     flags = "--max_steps 10 --checkpoint_every 5 --val_every 10 --sample_every 10 --hellaswag_every 10".split()
-    flags += ["--n_layer", 1, "--n_head", 4, "--hellaswag_data", tmp_path / "items.jsonl"]
+    flags += ["--n_layer", 1, "--n_head", 4, "--mask_documents", "--hellaswag_data", tmp_path / "items.jsonl"]
     whole = train("whole", *flags)
     middle = "log/{}/checkpoint_000005".format
     flags_of_two = [*flags, "--tensor", 2]

@@ -1,0 +1,272 @@
+"""Attention side by side: time and memory of every kernel that this device has, against the sequence length.
+
+    python -m observe.attention                                         # T from 512 to 32,768, heads 64 and 128 wide
+    python -m observe.attention --lengths 1024 4096 --widths 64 --tokens 16384
+
+Tokens and width C are the same in every measurement, so attention's FLOPs grow with T and the other layers' do not. As
+in the model, q, k and v are views of one (B, T, 3C) tensor, and their gradients become one tensor, so a kernel that
+returns three gradients pays for the copy.
+"""
+
+import common.interrupt  # first: Ctrl-C during the other imports
+
+import importlib.util
+import statistics
+import time
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from tqdm import tqdm
+
+from common.cli import UserError, first_line, is_out_of_memory, parse, run
+from model import GPTConfig, causal_attention
+from observe import figures, roofline
+from observe.hardware import environment, peak_tflops
+from observe.measure import OUT_OF_MEMORY, prepare, save
+from observe.tables import align
+from parallel import process_group
+
+LENGTHS = tuple(512 * 2**i for i in range(7))
+WARM_UP = 3  # runs that are not measured
+LONGEST = 2.0  # seconds after which no further run is started
+BUSY = 2_000_000  # clock cycles, 1 ms: the GPU waits until the host has launched a kernel, so that Python is not timed
+# Backends of F.scaled_dot_product_attention. PyTorch's own FlashAttention is version 2; packed_qkv, besides these,
+# calls cuDNN's kernels through its front end.
+SDPA = dict(
+    efficient=SDPBackend.EFFICIENT_ATTENTION,
+    FlashAttention=SDPBackend.FLASH_ATTENTION,
+    cuDNN=SDPBackend.CUDNN_ATTENTION,
+)
+COLUMNS = ("attention", "D", "T", "forward ms", "backward ms", "TFLOP/s", "of roof", "peak GB")
+BYTES_COLUMNS = ("D", "T", "standard GB", "FlashAttention GB", "ratio")
+COLUMN_WIDTHS = (16, 4, 6, 11, 12, 8, 8, 8)
+
+
+@dataclass
+class Flags:
+    """Time every attention kernel that this device has, forward and backward."""
+
+    tokens: int | None = None
+    """Tokens in each measurement, B × T; by default 65,536 on a GPU, 1,024 elsewhere."""
+    lengths: tuple[int, ...] = ()
+    """Sequence lengths T, divisors of --tokens; by default the powers of two from 512 to 32,768."""
+    widths: tuple[int, ...] = (64, 128)
+    """Widths D of a head, divisors of --n_embd."""
+    n_embd: int = 768
+    """Embedding width C; the number of heads is C / D."""
+    repeats: int = 20
+    """Runs of which the median is taken."""
+    device: Literal["auto", "cuda", "cpu", "mps"] = "auto"
+    """auto: a GPU if there is one."""
+    log_dir: str = "log"
+    """Folder in which the results' folder is made."""
+    run_name: str | None = None
+    """Name of the results' folder; by default attention and the time of day."""
+    peak_tflops: float | None = None
+    """The device's dense bf16 peak, for the roof; known for common GPUs."""
+
+
+def main():
+    flags = parse(Flags)
+    device = process_group.start(flags.device).device
+    if flags.tokens is None:
+        flags.tokens = 65536 if device.type == "cuda" else 1024
+    flags.lengths = flags.lengths or tuple(T for T in LENGTHS if T <= flags.tokens)
+    check(flags)
+    folder = prepare(flags.log_dir, flags.run_name, "attention")
+    print(f"results: {folder}/")
+    peaks = roofline.gpu_peaks(device, 1e12 * (flags.peak_tflops or peak_tflops(device) or 0))
+    grid = [(name, D, T) for D in flags.widths for T in flags.lengths for name in candidates(device)]
+    facts = environment(device)
+    results = []
+    print(align(COLUMNS, COLUMN_WIDTHS))
+    with tqdm(total=len(grid), unit="kernel", leave=False, disable=None) as bar:
+        for name, D, T in grid:
+            bar.set_description(f"{name}, D {D}, T {T}")
+            result = dict(name=name, D=D, T=T, facts=facts) | time_kernel(name, D, T, flags, device)
+            results.append(result | rate(result, flags, peaks))
+            bar.write(align(cells(results[-1]), COLUMN_WIDTHS))
+            bar.update()
+            save(folder, "attention", results, markdown(results, flags, device), partial(figures.attention, results))
+    print(f"{folder}/ has attention.md, attention.json and attention.png")
+    process_group.stop()
+
+
+def check(flags):
+    """Raises UserError for sizes that cannot be measured."""
+    if not flags.lengths or not flags.widths:
+        raise UserError(f"there is no length up to {flags.tokens} tokens, or no width: use --lengths, --widths")
+    if min(flags.tokens, flags.n_embd, flags.repeats, *flags.lengths, *flags.widths) < 1:
+        raise UserError("--tokens, --lengths, --widths, --n_embd and --repeats must be at least 1")
+    for name, whole, parts in (("tokens", flags.tokens, flags.lengths), ("n_embd", flags.n_embd, flags.widths)):
+        if wrong := [part for part in parts if whole % part]:
+            raise UserError(f"--{name} {whole} is not a multiple of {wrong[0]}: use one that is")
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The kernels
+
+
+def candidates(device):
+    """Names of the kernels to try; a kernel that does not take a size says so when it is measured."""
+    if device.type != "cuda":
+        return ["written out", "FlashAttention"] if device.type == "cpu" else ["written out"]
+    names = ["written out", *SDPA]
+    names += ["packed_qkv"] if importlib.util.find_spec("cudnn") else []
+    # FlashAttention-4 is the package flash-attn-4, whose module is flash_attn.cute
+    package = importlib.util.find_spec("flash_attn")
+    cute = [
+        folder for folder in (package.submodule_search_locations if package else ()) if Path(folder, "cute").exists()
+    ]
+    return [*names, "FlashAttention-4"] if cute else names
+
+
+def attend(name, qkv, H):
+    """Causal attention, (B, T, C) or (B, H, T, D), by one kernel. qkv (B, T, 3C)."""
+    if name == "packed_qkv":
+        from kernels.attention import packed_qkv  # needs nvidia-cudnn-frontend
+
+        return packed_qkv(qkv, H)[0]
+    q, k, v = (part.unflatten(2, (H, -1)).transpose(1, 2) for part in qkv.chunk(3, dim=2))  # (B, H, T, D)
+    if name == "written out":
+        return causal_attention(q, k, v)
+    with sdpa_kernel(SDPA[name.removesuffix("-4")]):
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+def time_kernel(name, D, T, flags, device):
+    """{status, ...}: "done" with medians forward_ms and backward_ms, and peak_gb on a GPU; else a reason."""
+    try:
+        if name == "FlashAttention-4":
+            torch.nn.attention.activate_flash_attention_impl("FA4")
+        return dict(status="done") | measure(name, D, T, flags, device)
+    except (UserError, ImportError, RuntimeError) as error:  # UserError: cuDNN's front end has no kernel
+        if is_out_of_memory(error):
+            return dict(status="skipped", reason=OUT_OF_MEMORY)
+        refusals = ("No available kernel", "No viable backend", "unsupported")
+        if isinstance(error, UserError | ImportError) or any(words in str(error) for words in refusals):
+            return dict(status="skipped", reason=first_line(error))
+        raise
+    finally:
+        if name == "FlashAttention-4":
+            torch.nn.attention.restore_flash_attention_impl()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+def measure(name, D, T, flags, device):
+    B, C = flags.tokens // T, flags.n_embd
+    has_bf16 = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
+    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16 if has_bf16 else torch.float16
+    qkv = torch.randn(B, T, 3 * C, device=device, dtype=dtype, requires_grad=True)
+    forward, backward = [], []
+    clock = partial(time_of, device)
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+    for repeat in range(WARM_UP + flags.repeats):
+        if repeat == WARM_UP:
+            began = time.perf_counter()
+        elif repeat > WARM_UP and time.perf_counter() - began > LONGEST:
+            break
+        qkv.grad = None
+        with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
+            ms, y = clock(partial(attend, name, qkv, C // D))
+        forward.append(ms)
+        ms, _ = clock(partial(y.backward, torch.randn_like(y)))
+        backward.append(ms)
+        del y
+    times = dict(
+        forward_ms=statistics.median(forward[WARM_UP:]), backward_ms=statistics.median(backward[WARM_UP:]), peak_gb=None
+    )
+    if device.type == "cuda":
+        times["peak_gb"] = (torch.cuda.max_memory_allocated(device) - before) / 2**30
+    return times
+
+
+def time_of(device, function):
+    """(ms, the result) of a function, by the device's clock."""
+    if device.type != "cuda":
+        began = time.perf_counter()
+        result = function()
+        if device.type == "mps":
+            torch.mps.synchronize()
+        return 1e3 * (time.perf_counter() - began), result
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda._sleep(BUSY)
+    start.record()
+    result = function()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end), result
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What the times mean
+
+
+def rate(result, flags, peaks):
+    """{tflops, of_roof} of forward and backward together; of_roof is None where the device's peaks are unknown.
+
+    The FLOPs are those of flash attention over the causal half of the scores: the same for every kernel, also for
+    those that compute all scores, or backward's scores from memory.
+    """
+    if result["status"] != "done":
+        return {}
+    config = GPTConfig(n_layer=1, n_head=flags.n_embd // result["D"], n_embd=flags.n_embd)
+    flops, least_bytes = roofline.work(config, result["T"], flags.tokens)["attention"]
+    per_second = flops / (1e-3 * (result["forward_ms"] + result["backward_ms"]))
+    roof = peaks and min(peaks[0], peaks[1] * flops / least_bytes)
+    return dict(tflops=per_second / 1e12, of_roof=per_second / roof if roof else None)
+
+
+def predicted_bytes(T, D, tokens, n_embd, on_chip):
+    """Bytes that forward moves in 16 bits, (standard attention, FlashAttention), by the FlashAttention paper's
+    algorithms 0 and 1 (Dao et al. 2022), without a mask. on_chip: bytes of on-chip memory.
+
+    Standard attention reads q and k, writes the scores, reads them, writes the probabilities, reads them and v, writes
+    y: Θ(T·D + T²). FlashAttention reads k and v once, a block of on_chip / 4D rows at a time, and for each block reads
+    q and y and writes y: Θ(T²·D² / on_chip).
+    """
+    matrices = 2 * (tokens // T) * (n_embd // D)  # one per sequence and head, two bytes an element
+    blocks = -(-4 * D * T // (on_chip // 2))
+    return matrices * (4 * T * D + 4 * T * T), matrices * (2 * T * D + 3 * T * D * blocks)
+
+
+def cells(result):
+    texts = [result["name"], str(result["D"]), f"{result['T']:,}"]
+    if result["status"] != "done":
+        return [*texts, result["reason"]]
+    share, peak = result["of_roof"], result["peak_gb"]
+    texts += [f"{result['forward_ms']:.3f}", f"{result['backward_ms']:.3f}", f"{result['tflops']:.4g}"]
+    return [*texts, "–" if share is None else f"{share:.0%}", "–" if peak is None else f"{peak:.2f}"]
+
+
+def table(columns, rows):
+    lines = [f"| {' | '.join(columns)} |", "| --- |" + " ---: |" * (len(columns) - 1)]
+    return "\n".join([*lines, *(f"| {' | '.join([*row, *[''] * (len(columns) - len(row))])} |" for row in rows)])
+
+
+def markdown(results, flags, device):
+    text = table(COLUMNS, [cells(result) for result in results])
+    text += f"\n\n{flags.tokens:,} tokens, C = {flags.n_embd}. FLOPs are those of the causal half: 7·T·C a token."
+    on_chip = device.type == "cuda" and torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor
+    if on_chip:
+        rows = []
+        for D, T in sorted({(result["D"], result["T"]) for result in results}):
+            standard, flash = (n / 2**30 for n in predicted_bytes(T, D, flags.tokens, flags.n_embd, on_chip))
+            rows.append([str(D), f"{T:,}", f"{standard:.2f}", f"{flash:.2f}", f"{standard / flash:.1f}"])
+        text += (
+            f"\n\n{table(BYTES_COLUMNS, rows)}\n\nBytes of forward by the FlashAttention paper's algorithms 0 and 1,"
+        )
+        text += f" without a mask, for {on_chip // 1024} KB of shared memory."
+    return text
+
+
+if __name__ == "__main__":
+    run(main)

@@ -1,0 +1,198 @@
+"""Attention within documents: each document of a row computes what it computes alone."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from test_model import SIZES, batch, loss_and_gradients, tiny
+
+from kernels.documents import document_attention, find_documents, find_offsets, slots
+from model import GPT, GPTConfig, causal_attention
+from optimizations import saved_operators
+from parallel.activation_checkpointing import checkpoint_activations
+
+END = SIZES["vocab_size"] - 1  # <|endoftext|>, with which a document begins
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+# Columns at which the documents of each row begin, besides the first
+ROWS = {
+    "random": [[5, 6, 17], [], [9]],
+    "one token each": [list(range(1, 24)), list(range(1, 24)), [23]],
+    "one document fills the row": [[], [], []],
+}
+
+
+def tokens_of(rows):
+    x, y = batch()
+    x[x == END] = 0
+    for row, starts in enumerate(rows):
+        x[row, starts] = END
+    return x, y
+
+
+def without_positions(**options):
+    model = tiny(**options)
+    with torch.no_grad():
+        model.transformer.wpe.weight.zero_()
+    return model
+
+
+def each_alone(model, x, y, rows):
+    """(logits, loss, gradients) of a model that gets one document at a time."""
+    logits, loss = [], 0
+    model.zero_grad()
+    for row, starts in enumerate(rows):
+        bounds = [0, *starts, x.size(1)]
+        for first, end in zip(bounds, bounds[1:]):
+            logits.append(model(x[None, row, first:end])[0])
+            loss = loss + F.cross_entropy(logits[-1], y[row, first:end], reduction="sum")
+    (loss / x.numel()).backward()
+    logits = torch.cat(logits).view(*x.shape, -1)
+    return logits, loss.item() / x.numel(), {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+@pytest.mark.parametrize("rows", ROWS.values(), ids=ROWS)
+@pytest.mark.parametrize("how", ["flash", "written out", "full", "selective"])
+def test_each_document_alone(rows, how):
+    x, y = tokens_of(rows)
+    logits, loss, gradients = each_alone(without_positions(), x, y, rows)
+    model = without_positions(mask_documents=True, flash=how != "written out")
+    if how in ("full", "selective"):
+        checkpoint_activations(model, how, saved_operators())
+    torch.testing.assert_close(model(x), logits, rtol=1e-4, atol=1e-5)
+    found = loss_and_gradients(model, x, y)
+    assert found[0] == pytest.approx(loss, rel=1e-5)
+    gradients.pop("transformer.wpe.weight")  # a document alone begins at position 0
+    for name, expected in gradients.items():
+        gradient = found[1][name]
+        torch.testing.assert_close(gradient, expected[: len(gradient)], rtol=1e-3, atol=1e-5, msg=name)
+
+
+def test_positions_run_on_and_a_row_without_boundaries_is_one_document():
+    x, y = tokens_of(ROWS["one document fills the row"])
+    masked, plain = tiny(mask_documents=True), tiny()
+    torch.testing.assert_close(masked(x), plain(x), rtol=1e-4, atol=1e-5)
+    x[:, 12] = END
+    positions = plain.embed(x, torch.arange(24))[:, 12:]  # of the row, not of the document
+    with torch.no_grad():
+        for block in plain.transformer.h:
+            positions = block(positions)
+        torch.testing.assert_close(masked(x)[:, 12:], plain.head(positions, None, "mean"), rtol=1e-4, atol=1e-5)
+
+
+def test_a_cache_continues_one_document():
+    x, _ = tokens_of(ROWS["one document fills the row"])
+    x[:, 0] = END
+    model = tiny(mask_documents=True)
+    cache = model.new_cache(24)
+    with torch.no_grad():
+        model(x[:, :10], cache=cache)
+        for position in range(10, 24):
+            last = model(x[:, position : position + 1], cache=cache)
+        torch.testing.assert_close(last[:, 0], model(x)[:, -1], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("rows", ROWS.values(), ids=ROWS)
+def test_offsets_are_those_of_the_mask(rows):
+    x, _ = tokens_of(rows)
+    starts = [24 * row + column for row, columns in enumerate(rows) for column in (0, *columns)]
+    _, offsets, count = find_documents(x, END, with_offsets=True)
+    assert count == len(starts) and offsets.dtype == torch.int32
+    assert offsets.tolist() == starts + [72] * (129 - len(starts))  # 128: a power of two of at least a document a token
+    bounds = offsets[: slots(count) + 1]
+    assert len(bounds) > count and bounds[-1] == 72  # no document is dropped
+    document = torch.searchsorted(bounds, torch.arange(72), right=True).view(3, 24)
+    same = document[:, :, None] == document[:, None, :]
+    assert torch.equal(~find_documents(x, END, with_offsets=False).hidden[:, 0], same.tril())
+
+
+def test_registration_of_the_offsets():
+    checks = ("test_schema", "test_faketensor", "test_aot_dispatch_static")
+    torch.library.opcheck(find_offsets, (torch.rand(3, 24) < 0.3,), test_utils=checks)
+
+
+def test_slots():
+    assert [slots(torch.tensor(n)) for n in (1, 2, 3, 64, 65, 129)] == [1, 2, 4, 64, 128, 256]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The kernels
+
+
+def attention_on_gpu(kernel):
+    if kernel == "cuDNN":
+        pytest.importorskip("cudnn", reason="needs nvidia-cudnn-frontend")
+        if torch.cuda.get_device_capability() < (9, 0):
+            pytest.skip("cuDNN has ragged sequences on Hopper and newer")
+        from kernels.attention import packed_qkv
+
+        return packed_qkv
+    return document_attention
+
+
+def random_documents(B, T):
+    idx = torch.zeros(B, T, dtype=torch.long, device="cuda")
+    idx[torch.rand(B, T, device="cuda") < 0.01] = END
+    return idx
+
+
+@needs_gpu
+@pytest.mark.parametrize("kernel", ["FlashAttention", "cuDNN"])
+@pytest.mark.parametrize("dtype, tolerance", [(torch.bfloat16, 1e-2), (torch.float16, 2e-3)])
+@pytest.mark.parametrize("B, T, heads, width", [(2, 1024, 12, 64), (3, 37, 2, 64), (1, 200, 5, 32), (2, 129, 3, 128)])
+def test_kernels_against_float64(kernel, B, T, heads, width, dtype, tolerance):
+    attention = attention_on_gpu(kernel)
+    idx = random_documents(B, T)
+    for documents in (idx, torch.full_like(idx, END), torch.zeros_like(idx)):
+        compare(attention, documents, heads, width, dtype, tolerance)
+
+
+def compare(attention, idx, heads, width, dtype, tolerance):
+    B, T = idx.shape
+    leaf = torch.randn(B, T, 3 * heads * width, device="cuda").to(dtype).requires_grad_()
+    exact = leaf.detach().double().requires_grad_()
+    dy = torch.randn(B, T, heads * width, device="cuda").to(dtype)
+    _, offsets, count = find_documents(idx, END, with_offsets=True)
+    y, _ = attention(leaf, heads, offsets, count)
+    y.backward(dy)
+    q, k, v = (part.unflatten(2, (heads, width)).transpose(1, 2) for part in exact.chunk(3, dim=2))
+    hidden = find_documents(idx, END, with_offsets=False).hidden
+    expected = causal_attention(q, k, v, hidden).transpose(1, 2).flatten(2)
+    expected.backward(dy.double())
+    assert leaf.grad.isfinite().all()
+    for found, reference in ((y, expected), (leaf.grad, exact.grad)):
+        assert (found.double() - reference).norm() < tolerance * reference.norm()
+
+
+@needs_gpu
+@pytest.mark.parametrize("kernel", ["FlashAttention", "cuDNN"])
+def test_registration_of_the_kernels(kernel):
+    """Shapes, dtypes and strides of the fake kernels, and no output aliases an input."""
+    attention = attention_on_gpu(kernel)
+    checks = ("test_schema", "test_faketensor", "test_autograd_registration")
+    _, offsets, count = find_documents(random_documents(2, 64), END, with_offsets=True)
+    qkv = torch.randn(2, 64, 3 * 128, device="cuda").bfloat16()
+    for leaf in (qkv, qkv.clone().requires_grad_()):
+        torch.library.opcheck(attention, (leaf, 2, offsets, count), test_utils=checks)
+
+
+@needs_gpu
+@pytest.mark.parametrize("kernel", ["FlashAttention", "cuDNN"])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_model_on_gpu(kernel, compiled):
+    attention_on_gpu(kernel)
+    sizes = SIZES | dict(n_embd=128, n_head=2)
+    losses, gradients = [], []
+    for options in (dict(flash=False), dict(packed_qkv=kernel == "cuDNN")):
+        torch.manual_seed(1)
+        model = GPT(GPTConfig(**sizes, mask_documents=True, **options)).cuda()
+        forward = torch.compile(model, dynamic=False, fullgraph=True) if compiled else model
+        for rows in ROWS.values():  # one graph for all of them
+            torch.manual_seed(0)
+            x, y = (tensor.cuda() for tensor in tokens_of(rows))
+            with torch.autocast("cuda", torch.bfloat16):
+                loss = forward(x, y)
+            loss.backward()
+            losses.append(loss.item())
+        gradients.append([parameter.grad for parameter in model.parameters()])
+    assert losses[:3] == pytest.approx(losses[3:], rel=1e-3)
+    for expected, found in zip(*gradients):
+        assert (found - expected).norm() < 3e-2 * expected.norm()
