@@ -1,10 +1,12 @@
 """Small real work for the tests: a corpus of a few documents in shards, and the training run as a child process."""
 
+import contextlib
 import faulthandler
 import json
 import multiprocessing
 import multiprocessing.connection
 import os
+import random
 import runpy
 import shutil
 import signal
@@ -110,8 +112,11 @@ def run_script(script, args, folder, outputs, env=None):
 
 
 def free_port():
-    with socket.create_server(("localhost", 0)) as server:
-        return server.getsockname()[1]
+    """A port without a listener, below those that the system gives to connections: one of them may take it meanwhile."""
+    while True:
+        port = random.randrange(20000, 32768)
+        with contextlib.suppress(OSError), socket.create_server(("localhost", port)):
+            return port
 
 
 @pytest.fixture
