@@ -112,7 +112,7 @@ def run_script(script, args, folder, outputs, env=None):
 
 
 def free_port():
-    """A port without a listener, below those that the system gives to connections: one of them may take it meanwhile."""
+    """A port without a listener, below the range of connections, one of which could take it before it is used."""
     while True:
         port = random.randrange(20000, 32768)
         with contextlib.suppress(OSError), socket.create_server(("localhost", port)):
