@@ -40,9 +40,9 @@ class GPTConfig:
     n_layer: int = 12
     n_head: int = 12
     n_embd: int = 768
-    pad_to: int = 128
     flash: bool = True  # F.scaled_dot_product_attention; else attention written out
     pad_vocab: bool = True  # embedding table rounded up to a multiple of pad_to rows
+    pad_to: int = 128  # with --tensor also a multiple of its ranks
     bf16_residual: bool = False  # the residual stream in bf16; needs autocast to bf16
     fused_cross_entropy: bool = False  # head and loss by a Triton kernel; needs a GPU
     fused_gelu: bool = False  # GELU in the epilogues of cuBLASLt's GEMMs

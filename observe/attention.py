@@ -28,7 +28,7 @@ from model import GPTConfig, causal_attention
 from observe import figures, roofline
 from observe.hardware import environment, peak_tflops
 from observe.measure import OUT_OF_MEMORY, prepare, save
-from observe.tables import align
+from observe.tables import align, markdown_table
 from parallel import process_group
 
 LENGTHS = tuple(512 * 2**i for i in range(7))
@@ -247,13 +247,8 @@ def cells(result):
     return [*texts, "–" if share is None else f"{share:.0%}", "–" if peak is None else f"{peak:.2f}"]
 
 
-def table(columns, rows):
-    lines = [f"| {' | '.join(columns)} |", "| --- |" + " ---: |" * (len(columns) - 1)]
-    return "\n".join([*lines, *(f"| {' | '.join([*row, *[''] * (len(columns) - len(row))])} |" for row in rows)])
-
-
 def markdown(results, flags, device):
-    text = table(COLUMNS, [cells(result) for result in results])
+    text = markdown_table(COLUMNS, [cells(result) for result in results])
     text += f"\n\n{flags.tokens:,} tokens, C = {flags.n_embd}. FLOPs are those of the causal half: 7·T·C a token."
     on_chip = device.type == "cuda" and torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor
     if on_chip:
@@ -262,9 +257,9 @@ def markdown(results, flags, device):
             standard, flash = (n / 2**30 for n in predicted_bytes(T, D, flags.tokens, flags.n_embd, on_chip))
             rows.append([str(D), f"{T:,}", f"{standard:.2f}", f"{flash:.2f}", f"{standard / flash:.1f}"])
         text += (
-            f"\n\n{table(BYTES_COLUMNS, rows)}\n\nBytes of forward by the FlashAttention paper's algorithms 0 and 1,"
+            f"\n\n{markdown_table(BYTES_COLUMNS, rows)}\n\nBytes of forward by the FlashAttention paper's algorithms "
         )
-        text += f" without a mask, for {on_chip // 1024} KB of shared memory."
+        text += f"0 and 1, without a mask, for {on_chip // 1024} KB of shared memory."
     return text
 
 

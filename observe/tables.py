@@ -45,26 +45,26 @@ def marked_cells(result, results):
     return texts
 
 
-def markdown(results):
-    lines = [f"| {' | '.join(COLUMNS)} |", "| --- |" + " ---: |" * (len(COLUMNS) - 1)]
-    for index, result in enumerate(results):
-        texts = marked_cells(result, results[: index + 1])
-        lines.append(f"| {' | '.join(texts + [''] * (len(COLUMNS) - len(texts)))} |")
-    lines += [
-        "",
-        "Losses are those of the last step: compare only rows with the same recipe and tokens a step.",
-    ]
+def markdown_table(columns, rows, left=1):
+    """Rows of texts as a Markdown table, its first `left` columns to the left; cells that a row lacks are empty."""
+    lines = [f"| {' | '.join(columns)} |", "| --- " * left + "|" + " ---: |" * (len(columns) - left)]
+    lines += [f"| {' | '.join([*row, *[''] * (len(columns) - len(row))])} |" for row in rows]
     return "\n".join(lines)
+
+
+def markdown(results):
+    rows = [marked_cells(result, results[:count]) for count, result in enumerate(results, 1)]
+    note = "Losses are those of the last step: compare only rows with the same recipe and tokens a step."
+    return f"{markdown_table(COLUMNS, rows)}\n\n{note}"
 
 
 def sweep_markdown(axes, results):
-    lines = [f"| {' | '.join(axes)} | {' | '.join(COLUMNS[i] for i in MEASURES)} |"]
-    lines.append("| --- " * len(axes) + "|" + " ---: |" * len(MEASURES))
+    rows = []
     for result in results:
         texts = marked_cells(result | dict(rung=""), [result])
-        texts = [texts[i] for i in MEASURES] if len(texts) > 2 else [texts[1], "", "", ""]
-        lines.append(f"| {' | '.join([*map(word, result['cell'].values()), *texts])} |")
-    return "\n".join(lines)
+        texts = [texts[i] for i in MEASURES] if len(texts) > 2 else texts[1:]
+        rows.append([*map(word, result["cell"].values()), *texts])
+    return markdown_table([*axes, *(COLUMNS[i] for i in MEASURES)], rows, left=len(axes))
 
 
 def uneven_warning(result):

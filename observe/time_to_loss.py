@@ -6,7 +6,7 @@ import statistics
 from typing import NamedTuple
 
 from observe.measure import SETTLING_STEPS
-from observe.tables import align
+from observe.tables import align, markdown_table
 
 COLUMNS = ("rung", "final loss", "tokens", "× before", "× first", "seconds", "× before", "× first")
 WIDTHS = (22, 17, 13, 8, 8, 11, 8, 8)
@@ -91,17 +91,10 @@ def row(results):
 
 def markdown(results, seeds, baseline):
     """The table, and a sentence on what it shows. baseline: sooner()'s."""
-    lines = [f"| {' | '.join(COLUMNS)} |", "| --- |" + " ---: |" * (len(COLUMNS) - 1)]
-    for count in range(1, len(results) + 1):
-        texts = cells(results[:count])
-        lines.append(f"| {' | '.join(texts + [''] * (len(COLUMNS) - len(texts)))} |")
+    table = markdown_table(COLUMNS, [cells(results[:count]) for count in range(1, len(results) + 1)])
     means = f"means over {seeds} seeds, ± the standard deviation" if seeds > 1 else "one seed"
-    lines += [
-        "",
-        f"Tokens and seconds to a validation loss of {results[0]['loss']:.4f}, where the first rung ends: {means}. "
-        + sooner(results, baseline),
-    ]
-    return "\n".join(lines)
+    target = f"Tokens and seconds to a validation loss of {results[0]['loss']:.4f}, where the first rung ends: {means}."
+    return f"{table}\n\n{target} {sooner(results, baseline)}"
 
 
 def sooner(results, baseline):
