@@ -48,7 +48,7 @@ class GPTConfig:
     fused_gelu: bool = False  # GELU in the epilogues of cuBLASLt's GEMMs
     packed_qkv: bool = False  # flash attention through cuDNN's front end; needs autocast
     mask_documents: bool = False  # a token attends within its own document; the last token of the vocabulary opens one
-    fp8: bool = False  # kernels.fp8.convert replaces the blocks' GEMMs; the head's, in bf16, are tuned
+    fp8: bool = False  # kernels.fp8.convert replaces the blocks' GEMMs
 
     def __post_init__(self):
         if self.n_embd % self.n_head:
@@ -276,7 +276,7 @@ class GPT(nn.Module):
             from kernels.cross_entropy import fused_cross_entropy  # needs Triton
 
             weight, vocab_size = self.transformer.wte.weight, self.config.vocab_size
-            return fused_cross_entropy(x, weight, targets, vocab_size, tune=self.config.fp8)
+            return fused_cross_entropy(x, weight, targets, vocab_size)
         # pad_vocab: the head's GEMM, the largest of all, has 50304 columns, a multiple of a tensor-core tile. A bias of
         # -inf keeps the padding out of the softmax for free; slicing it off would copy all logits (7% of a step).
         padding = None

@@ -19,21 +19,21 @@ IGNORE_INDEX = tl.constexpr(-1)  # a target without a loss
 LOGIT_ROWS = 4096  # rows of logits in memory at a time: 0.4 GB in 16 bits
 
 
-def fused_cross_entropy(x, weight, targets, vocab_size, tune=False):
+def fused_cross_entropy(x, weight, targets, vocab_size):
     """The mean cross-entropy in nats of the logits x weightᵀ, over all targets but IGNORE_INDEX; a float32 scalar.
 
-    x (..., C), weight (V_padded, C), targets (...) int64. Rows of weight from vocab_size on are padding. tune: see mm.
+    x (..., C), weight (V_padded, C), targets (...) int64. Rows of weight from vocab_size on are padding.
     """
     if torch.is_autocast_enabled(x.device.type):
         x = x.to(torch.get_autocast_dtype(x.device.type))
     rows = x.flatten(0, -2).contiguous()  # (N, C)
-    total = summed_cross_entropy(rows, weight, targets.flatten().contiguous(), vocab_size, tune)[0]
+    total = summed_cross_entropy(rows, weight, targets.flatten().contiguous(), vocab_size)[0]
     return total / (targets != IGNORE_INDEX.value).sum()
 
 
 @torch.library.custom_op("gpt2::summed_cross_entropy", mutates_args=())
 def summed_cross_entropy(
-    x: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, vocab_size: int, tune: bool
+    x: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, vocab_size: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(loss, dx, dweight): the float32 sum of the cross-entropies of the logits x weightᵀ, and its gradients.
 
@@ -47,9 +47,9 @@ def summed_cross_entropy(
     loss = torch.zeros((), dtype=torch.float32, device=x.device)
     for x_chunk, targets_chunk, dx_chunk in zip(x.chunk(chunks), targets.chunk(chunks), dx.chunk(chunks)):
         logits = x.new_empty(len(x_chunk), len(weight))  # (N / chunks, V_padded)
-        mm(x_chunk, cast_weight.t(), logits, tune)
+        mm(x_chunk, cast_weight.t(), logits)
         loss += cross_entropy_(logits, targets_chunk, vocab_size).sum()
-        mm(logits, cast_weight, dx_chunk, tune)  # the logits are their own gradient now
+        mm(logits, cast_weight, dx_chunk)  # the logits are their own gradient now
         if x.is_cuda and x.dtype != torch.float32:
             torch.addmm(dweight, logits.t(), x_chunk, out_dtype=torch.float32, out=dweight)
         else:
@@ -57,14 +57,14 @@ def summed_cross_entropy(
     return loss, dx, dweight.to(weight.dtype)
 
 
-def mm(a, b, out, tune):
-    """out = a b, by torch.mm, or with `tune` by the fastest of cuBLASLt's algorithms."""
-    if not (tune and cublaslt.gemm(a, b, out, tune=True)):
+def mm(a, b, out):
+    """out = a b, by the fastest of cuBLASLt's algorithms where there is one, else by torch.mm."""
+    if not cublaslt.gemm(a, b, out):
         torch.mm(a, b, out=out)
 
 
 @summed_cross_entropy.register_fake
-def _(x, weight, targets, vocab_size, tune):
+def _(x, weight, targets, vocab_size):
     return x.new_empty((), dtype=torch.float32), torch.empty_like(x), torch.empty_like(weight)
 
 
@@ -76,7 +76,7 @@ def save_gradients(ctx, inputs, output):
 
 def scale_gradients(ctx, dloss, *_):
     dx, dweight = ctx.saved_tensors
-    return dx * dloss, dweight * dloss, None, None, None
+    return dx * dloss, dweight * dloss, None, None
 
 
 summed_cross_entropy.register_autograd(scale_gradients, setup_context=save_gradients)

@@ -154,7 +154,7 @@ def float8_gemm(a8, b8, scale_a, scale_b, dtype, bias=None, fast_accumulation=Fa
     """
     out = torch.empty(len(a8), len(b8), dtype=dtype, device=a8.device)
     options = dict(scale_a=scale_a, scale_b=scale_b, bias=bias)
-    if cublaslt.gemm(a8, b8.t(), out, fast_accumulation=fast_accumulation, tune=True, **options):
+    if cublaslt.gemm(a8, b8.t(), out, fast_accumulation=fast_accumulation, **options):
         return out
     return torch._scaled_mm(a8, b8.t(), **options, out_dtype=dtype, use_fast_accum=fast_accumulation)
 

@@ -87,7 +87,7 @@ def test_operator_registration():
         x, weight = normal(6, 16, dtype=dtype), normal(32, 16, dtype=weight_dtype)
         x, weight = x.requires_grad_(requires_grad), weight.requires_grad_(requires_grad)
         checks = ("test_schema", "test_faketensor", "test_autograd_registration")
-        torch.library.opcheck(cross_entropy.summed_cross_entropy, (x, weight, targets, 30, False), test_utils=checks)
+        torch.library.opcheck(cross_entropy.summed_cross_entropy, (x, weight, targets, 30), test_utils=checks)
 
 
 def test_non_contiguous_inputs():
