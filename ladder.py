@@ -29,7 +29,7 @@ from observe import figures, time_to_loss
 from observe.figures import describe
 from observe.measure import OUT_OF_MEMORY, SETTLING_STEPS, measure, prepare, report_failures, save
 from observe.tables import COLUMNS, WIDTHS, align, markdown, row, sweep_markdown, uneven_warning, winner
-from optim.recipes import RECIPES
+from optim import recipes
 from optimizations import RUNGS, turn_off_unavailable
 from parallel.memory import choose_micro_batch_size
 from parallel.process_group import Distributed
@@ -42,8 +42,7 @@ EVALUATIONS = ("val_every", "hellaswag_every", "sample_every", "checkpoint_every
 # Flags that a measurement sets itself, or that have no effect in it
 NOT_SWEPT = "demo ladder config resume rungs ladder_steps profile max_steps batch_warmup_steps log_dir run_name".split()
 NOT_SWEPT += "wandb wandb_group wandb_project peak_tflops val_tokens hellaswag_data hellaswag_limit".split()
-NOT_SWEPT += EVALUATIONS
-NOT_SWEPT += ["parallel", "shard_ranks", "tensor", "overlap_gradients", "bf16_gradients"]  # of several processes
+NOT_SWEPT += [*EVALUATIONS, "parallel", "shard_ranks", "tensor", "overlap_gradients", "bf16_gradients"]
 
 
 @dataclass
@@ -63,9 +62,11 @@ class ToLoss:
     TITLE = "time to a loss"
 
     to_loss: bool = False
-    """Train --max_steps with each recipe; compare tokens and time to the validation loss that the first ends with."""
+    """Train --max_steps with each recipe; compare tokens and time to a validation loss."""
     seeds: int = 3
     """Runs of each recipe, with --seed and the numbers after it."""
+    target_loss: float | None = None
+    """Loss to compare the recipes at; by default the loss that the first ends with."""
 
 
 @dataclass
@@ -286,17 +287,16 @@ def climb_to_loss(config):
         raise UserError("--to_loss turns Muon and fp8 on itself: leave out --optimizer and --fp8")
     check(config)
     folder = prepare(config.log_dir, config.run_name, "to_loss")
-    print(f"results: {folder}/")
-    print(time_to_loss.head())
-    steps, ranks = config.max_steps, count_devices(config)
+    print(f"results: {folder}/\n{time_to_loss.head()}")
+    steps, ranks, rungs = config.max_steps, count_devices(config), recipes.rungs(config.lr)
     distributed = Distributed(0, ranks, torch.device(choose_device_type(config.device)))
-    results, curves, changes = [], {}, {}
-    with tqdm(total=len(RECIPES) * config.seeds * steps, unit="step", leave=False, disable=None) as bar:
+    results, curves, changes, target = [], {}, {}, config.target_loss
+    with tqdm(total=len(rungs) * config.seeds * steps, unit="step", leave=False, disable=None) as bar:
         _, baseline = measure_baseline(config, distributed.device, folder, bar)
         if baseline["status"] in ("failed", "stopped"):
             raise UserError(baseline["reason"])
         bar.reset()
-        for index, (name, recipe) in enumerate(RECIPES.items(), 1):
+        for index, (name, recipe) in enumerate(rungs.items(), 1):
             rung, notes = turn_off_unavailable(long_run(config, changes | recipe), distributed)
             idle = "; ".join(str(note) for note in notes if note.flag in recipe)
             runs = [dict(status="skipped", reason=idle)] if idle else []
@@ -309,18 +309,19 @@ def climb_to_loss(config):
             result = next((run for run in runs if run["status"] != "done"), None)
             if not result:
                 of_seeds = [time_to_loss.read_curve(folder / run["name"]) for run in runs]
-                result = time_to_loss.summarize(name, of_seeds, results[0]["loss"] if results else None)
+                result = time_to_loss.summarize(name, of_seeds, target)
             if result["status"] == "done":
                 changes |= recipe
                 curves[name] = of_seeds
+                target = target or result["loss"]
                 result |= dict(facts=runs[0]["facts"], commands=[run["command"] for run in runs])
             elif not results:
                 raise UserError(result["reason"])
             results.append(dict(result, rung=name))
             bar.update(index * config.seeds * steps - bar.n)
             bar.write(time_to_loss.row(results))
-            draw = partial(figures.time_to_loss, curves, results[0]["loss"], results[0]["facts"])
-            save(folder, "to_loss", results, time_to_loss.markdown(results, config.seeds, baseline), draw)
+            draw = partial(figures.time_to_loss, curves, target, results[0]["facts"])
+            save(folder, "to_loss", results, time_to_loss.markdown(results, config, baseline), draw)
     print(time_to_loss.sooner(results, baseline))
     print(f"{folder}/ has to_loss.md, to_loss.json, to_loss.png and every run")
     report_failures(results)
@@ -332,7 +333,7 @@ def long_run(config, changes):
     off |= dict(ladder=False, rungs="all", val_every=max(1, config.max_steps // 20))
     off |= dict(val_tokens=min(config.val_tokens, LONG_RUN_VAL_TOKENS))
     changed = dataclasses.replace(config, **off, **changes)
-    return dataclasses.replace(changed, warmup_steps=min(changed.warmup_steps, config.max_steps // 4))
+    return dataclasses.replace(changed, warmup_steps=min(changed.warmup_steps, int(0.9 * config.max_steps)))
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -361,9 +362,8 @@ def sweep(config):
         for index, values in enumerate(grid):
             cell = dict(zip(axes, values))
             bar.set_description(describe(cell))
-            arguments = short_run(dataclasses.replace(config, **cell))
-            result = measure(arguments, folder, f"{index:02d}", 1, steps, bar) | dict(cell=cell)
-            results.append(result)
+            result = measure(short_run(dataclasses.replace(config, **cell)), folder, f"{index:02d}", 1, steps, bar)
+            results.append(result | dict(cell=cell))
             rate = "{tokens_per_sec:>11,.0f} tok/s  {ms:>9.2f} ms  {peak_gb:>7.2f} GB"
             text = rate if result["status"] == "done" else "{status}: {reason}"
             bar.write(f"{describe(cell):{width}}  {text.format(**result)}")

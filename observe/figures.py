@@ -111,7 +111,7 @@ def time_to_loss(curves, target, facts, path):
         seconds = [statistics.mean(each) for each in zip(*(curve.seconds[1:] for curve in seeds))]
         losses = [statistics.mean(each) for each in zip(*(curve.losses[1:] for curve in seeds))]
         ax.plot(seconds, losses, color=color, linewidth=2, marker="o", markersize=3, label=name)
-    mark(ax, target, f"{target:.3f}, where\nthe first\nrung ends")
+    mark(ax, target, f"target\n{target:.3f}")
     ax.set_xlabel("seconds of training steps", color=INK)
     ax.set_ylabel("validation loss, nats per token", color=INK)
     ax.set_xlim(left=0)

@@ -7,6 +7,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import signal
 import statistics
 import subprocess
@@ -15,7 +16,7 @@ from pathlib import Path
 
 from checkpoints.run_folder import folder_of, make_folder
 from common.cli import UserError
-from common.files import write_json
+from common.files import read_json, write_json
 
 SETTLING_STEPS = 5  # steps that are not measured: compilation, the allocator's growth, the clock's settling
 OUT_OF_MEMORY = "out of memory"
@@ -30,6 +31,8 @@ def measure(arguments, folder, name, ranks, steps, bar):
     """Run train_gpt2.py with these arguments, which train `steps` steps, in a child process; returns a dictionary.
 
     folder, name: the run's folder is folder/name. ranks: number of processes. bar: a tqdm bar that counts steps.
+    A run that is done leaves its result in folder/NAME.json, and is not run again. Raises UserError if that result
+    belongs to another command.
     status is "done", "skipped" (this machine cannot run it), "stopped" (by a signal) or "failed" (a bug); all but
     "done" come with a reason.
     A done run has ms, tokens_per_sec and mfu (medians over the steps after SETTLING_STEPS), spread (interquartile range
@@ -40,6 +43,14 @@ def measure(arguments, folder, name, ranks, steps, bar):
         launcher, options = "torchrun", ["--standalone", f"--nproc_per_node={ranks}"]
         module = ["-m", "torch.distributed.run"]
     result = dict(name=name, status="done", command=shlex.join([launcher, *options, SCRIPT.name, *arguments]))
+    kept = folder / f"{name}.json"
+    if kept.exists():
+        before = read_json(kept, command=str)
+        if before["command"] != result["command"]:
+            raise UserError(f"{folder} has runs with other flags: choose another --run_name, or delete it")
+        bar.update(steps)
+        return before
+    shutil.rmtree(folder / name, ignore_errors=True)  # of a measurement that was stopped
     own = ["--log_dir", str(folder), "--run_name", name, "--wandb_group", folder.name]
     command = [sys.executable, *module, *options, str(SCRIPT), *arguments, *own]
 
@@ -81,7 +92,9 @@ def measure(arguments, folder, name, ranks, steps, bar):
     ms = [row["step_ms"] for row in rows[SETTLING_STEPS:]]
     quartiles = statistics.quantiles(ms, n=4) if len(ms) > 1 else ms * 3
     medians["spread"] = (quartiles[2] - quartiles[0]) / quartiles[1]
-    return result | medians | dict(peak_gb=rows[-1]["peak_gb"], loss=rows[-1]["train_loss"], facts=facts)
+    result |= medians | dict(peak_gb=rows[-1]["peak_gb"], loss=rows[-1]["train_loss"], facts=facts)
+    write_json(kept, result)
+    return result
 
 
 def explain(output, code, where):
@@ -99,10 +112,13 @@ def explain(output, code, where):
 
 
 def prepare(log_dir, run_name, kind):
-    """Make the folder for the results. Raises UserError if it exists or cannot be made."""
-    if run_name is not None and (folder := folder_of(log_dir, run_name)).exists():
-        raise UserError(f"{folder} exists: choose another --run_name, or delete it")
+    """Make the folder for the results. An existing one of the same kind goes on: see measure. Raises UserError."""
+    results = f"{kind}.json"
+    if run_name is not None and (folder := folder_of(log_dir, run_name)).exists() and not (folder / results).exists():
+        raise UserError(f"{folder} exists and has no {results}: choose another --run_name, or delete it")
     folder = make_folder(log_dir, run_name, kind)
+    if not (folder / results).exists():
+        write_json(folder / results, dict(command=shlex.join(sys.argv), results=[]))
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # as on Ctrl-C: the run under measurement ends first
     return folder
 

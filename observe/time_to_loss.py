@@ -89,20 +89,23 @@ def row(results):
     return align(texts, WIDTHS) if len(texts) > 2 else f"{texts[0]:{WIDTHS[0]}}  {texts[1]}"
 
 
-def markdown(results, seeds, baseline):
-    """The table, and a sentence on what it shows. baseline: sooner()'s."""
+def markdown(results, config, baseline):
+    """The table, and a sentence on what it shows. config: has seeds and target_loss. baseline: sooner()'s."""
     table = markdown_table(COLUMNS, [cells(results[:count]) for count in range(1, len(results) + 1)])
-    means = f"means over {seeds} seeds, ± the standard deviation" if seeds > 1 else "one seed"
-    target = f"Tokens and seconds to a validation loss of {results[0]['loss']:.4f}, where the first rung ends: {means}."
-    return f"{table}\n\n{target} {sooner(results, baseline)}"
+    means = f"means over {config.seeds} seeds, ± the standard deviation" if config.seeds > 1 else "one seed"
+    target = f"{config.target_loss}" if config.target_loss else f"{results[0]['loss']:.4f}, where the first rung ends"
+    return f"{table}\n\nTokens and seconds to a validation loss of {target}: {means}. {sooner(results, baseline)}"
 
 
 def sooner(results, baseline):
-    """How much sooner the fastest rung reaches the first one's loss than the first rung would without optimizations.
+    """How much sooner the fastest rung reaches the target than the first rung would without optimizations.
 
     baseline: measure()'s result of the other ladder's first rung, on one device.
     """
-    first, best = results[0], min((r for r in results if r.get("seconds")), key=lambda r: r["seconds"])
+    first = results[0]
+    if first["tokens"] is None:
+        return f"{first['rung']} does not reach it."
+    best = min((r for r in results if r.get("seconds")), key=lambda r: r["seconds"])
     if baseline["status"] != "done":
         return f"The other ladder's baseline does not run here: {baseline['reason']}."
     rate = baseline["tokens_per_sec"]

@@ -68,23 +68,36 @@ def test_the_ladder_of_recipes_climbs(train, tmp_path):
     results = json.loads((folder / "to_loss.json").read_text())["results"]
     assert [(r["rung"], r["status"]) for r in results] == [
         ("GPT-3's recipe", "done"),
+        ("3 × learning rate", "done"),
         ("linear decay to 0", "done"),
         ("Muon", "done"),
         ("fp8", "skipped"),
     ]
-    assert "fp8 is off: this is cpu, not an NVIDIA GPU" in results[3]["reason"]
-    assert [results[i]["facts"]["lr_schedule"] for i in range(3)] == ["cosine", "linear", "wsd"]
-    assert results[2]["facts"]["optimizer"] == "muon" and results[2]["facts"]["warmup_steps"] == 2
-    for index, result in enumerate(results[:3], 1):
+    assert "fp8 is off: this is cpu, not an NVIDIA GPU" in results[4]["reason"]
+    assert [results[i]["facts"]["lr_schedule"] for i in range(4)] == ["cosine", "cosine", "linear", "wsd"]
+    assert results[1]["facts"]["lr"] == results[2]["facts"]["lr"] == 3 * results[0]["facts"]["lr"]
+    assert results[3]["facts"]["optimizer"] == "muon" and results[3]["facts"]["warmup_steps"] == 7
+    for index, result in enumerate(results[:4], 1):
         run = folder / f"{index:02d}_seed1337"
         assert result["finals"] == pytest.approx([logged(run, "val")[-1]], abs=1e-4)
         assert len(logged(run)) == 8 and len(logged(run, "val")) == 9
-    orders = [logged(folder / f"{index:02d}_seed1337")[0] for index in (1, 2, 3)]
-    assert orders == [orders[0]] * 3  # the same weights and data
+    orders = [logged(folder / f"{index:02d}_seed1337")[0] for index in (1, 2, 3, 4)]
+    assert orders == [orders[0]] * 4  # the same weights and data
     baseline = json.loads((folder / "00_baseline" / "config.json").read_text())
     assert not baseline["flash"] and baseline["autocast"] == "off"
     assert " s: " in (folder / "output.txt").read_text().splitlines()[-2]
     assert "× sooner" in (folder / "to_loss.md").read_text() and (folder / "to_loss.png").stat().st_size > 10_000
+    # a ladder that was stopped goes on: only the run that is not done trains again
+    (folder / "02_seed1337.json").unlink()
+    before = {path: path.stat().st_mtime for path in folder.glob("*/metrics.jsonl")}
+    train("recipes", *flags, "--target_loss", 9.5, script="ladder.py")
+    after = {path: path.stat().st_mtime for path in before}
+    assert [path.parent.name for path in before if after[path] != before[path]] == ["02_seed1337"]
+    again = json.loads((folder / "to_loss.json").read_text())["results"]
+    assert [r["finals"] for r in again[:4]] == [r["finals"] for r in results[:4]]
+    assert "to a validation loss of 9.5: " in (folder / "to_loss.md").read_text()
+    other = train("recipes", *flags, "--lr", 7e-3, fails=True, script="ladder.py")
+    expect_error(other, "recipes has runs with other flags: choose another --run_name, or delete it")
 
 
 def test_a_ladder_climbs(train, tmp_path):

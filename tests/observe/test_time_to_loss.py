@@ -1,8 +1,11 @@
 import json
+from types import SimpleNamespace
 
 import pytest
 
-from observe.time_to_loss import Curve, markdown, reach, read_curve, summarize
+from observe.time_to_loss import Curve, markdown, reach, read_curve, sooner, summarize
+
+TWO_SEEDS = SimpleNamespace(seeds=2, target_loss=None)
 
 
 def test_a_curve_counts_training_steps_alone(tmp_path):
@@ -34,7 +37,7 @@ def test_a_run_that_ends_without_a_finite_loss_has_diverged(tmp_path):
     first = summarize("first", [curves["sound"]])
     ruined = summarize("ruined", [curves["sound"], curves["ruined"]], first["loss"])
     assert (first["loss"], ruined["status"]) == (5.0, "diverged")
-    line = markdown([first, ruined], 2, dict(status="skipped", reason="out of memory")).splitlines()[3]
+    line = markdown([first, ruined], TWO_SEEDS, dict(status="skipped", reason="out of memory")).splitlines()[3]
     assert line.startswith("| ruined | diverged: the last validation loss is not finite for 1 of 2 seeds |")
 
 
@@ -47,7 +50,9 @@ def test_the_table_has_ratios_to_the_first_and_to_the_rung_before():
     worse = summarize("worse", curves(7.0, 2.0), first["loss"])
     skipped = dict(rung="skipped", status="skipped", reason="no GPU")
     assert (first["loss"], first["tokens"]) == (6.0, 1000) and worse["tokens"] is None
-    lines = markdown([first, skipped, faster, worse], 2, dict(status="done", tokens_per_sec=20.0)).splitlines()[2:]
+    lines = markdown([first, skipped, faster, worse], TWO_SEEDS, dict(status="done", tokens_per_sec=20.0)).splitlines()[
+        2:
+    ]
     assert lines[0] == "| first | 6.0000 ± 0.1414 | 1,000 |  |  | 10.0 |  |  |"
     assert lines[1] == "| skipped | skipped: no GPU |  |  |  |  |  |  |"
     assert lines[2] == "| faster | 2.0000 ± 0.0000 | 500 | 2.00 | 2.00 | 5.0 | 2.00 | 2.00 |"
@@ -57,3 +62,15 @@ def test_the_table_has_ratios_to_the_first_and_to_the_rung_before():
         "standard deviation. At the speed of the other ladder's baseline (float32, eager, one device: 20 tokens/sec) "
         "first would take 50.0 s; faster takes 5.0 s: 10.0 × sooner."
     )
+
+
+def test_a_loss_of_ones_own_to_compare_at():
+    baseline = dict(status="done", tokens_per_sec=20.0)
+    slow, fast = ([Curve([0, 1000], [0.0, 10.0], [10.0, end])] for end in (6.0, 2.0))
+    one_seed = SimpleNamespace(seeds=1, target_loss=8.0)
+    table = markdown(
+        [summarize(name, curve, 8.0) for name, curve in (("slow", slow), ("fast", fast))], one_seed, baseline
+    )
+    assert table.splitlines()[3] == "| fast | 2.0000 | 250 | 2.00 | 2.00 | 2.5 | 2.00 | 2.00 |"
+    assert "loss of 8.0: one seed. At the speed" in table and "slow would take 25.0 s; fast takes 2.5 s" in table
+    assert sooner([summarize("slow", slow, 5.0)], baseline) == "slow does not reach it."
