@@ -29,7 +29,8 @@ def nearest_multiples(number, factor):
 
 def data_ranks(distributed):
     """What the micro-batches of a batch are divided among, in words."""
-    groups = f"groups of {distributed.tensor} ranks" if distributed.tensor > 1 else "ranks"
+    size = distributed.tensor * distributed.context
+    groups = f"groups of {size} ranks" if size > 1 else "ranks"
     return f"{distributed.data_size} {groups}"
 
 
@@ -121,14 +122,19 @@ def bytes_per_token(config):
     head, width = head / config.tensor, 2 if half else 4
     if config.tensor > 1:  # each rank has a part of everything but the inputs of c_attn and c_fc
         layer = layer / config.tensor + 2 * width * config.n_embd
+    if config.context > 1:  # c_proj reads a copy of attention's output, that of the second all-to-all
+        layer += width * config.n_embd
     layers = config.n_layer * layer
     if config.activation_checkpointing != "off":
-        # each block's input; with "selective" also the GEMM outputs, ten times C; plus one block being recomputed
+        # each block's input; with "selective" also the GEMM outputs, ten times C, and
+        # those of the all-to-alls, four times C; plus one block being recomputed
         kept = 2 if config.bf16_residual else 4
         if config.activation_checkpointing == "selective":
-            kept += 20 if half else 40
+            kept += 10 * width + (4 * width if config.context > 1 else 0)
         layers = config.n_layer * config.n_embd * kept + layer
     training = layers + (0 if config.fused_cross_entropy else VOCAB_SIZE * head)
-    # evaluation returns each token's loss and so holds all logits: 2 bytes compiled, 11 with eager float32 copies
+    training /= config.context
+    # evaluation splits no sequence. It returns each token's loss and so holds all logits: 2 bytes compiled, 11 with
+    # eager float32 copies
     evaluation = VOCAB_SIZE * (2 if config.compile else 11) * (1 if half else 2) / config.tensor
     return max(training, evaluation)
