@@ -10,7 +10,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 
 GEMMS = ("aten::mm", "aten::addmm", "aten::bmm")
 # of --tensor and --context: without their outputs, recomputing would communicate once more
-COLLECTIVES = tuple(f"_c10d_functional::{name}" for name in ("reduce_scatter_tensor", "all_reduce", "all_to_all_single"))
+COLLECTIVES = ("reduce_scatter_tensor", "all_reduce", "all_to_all_single")
 
 
 def checkpoint_activations(model, mode, saved_operators):
@@ -22,7 +22,8 @@ def checkpoint_activations(model, mode, saved_operators):
         return
     options = dict(use_reentrant=False, preserve_rng_state=False)  # the model has no dropout
     if mode == "selective":
-        policy = functools.partial(save_matmuls_policy, frozenset((*GEMMS, *COLLECTIVES, *saved_operators)))
+        collectives = [f"_c10d_functional::{name}" for name in COLLECTIVES]
+        policy = functools.partial(save_matmuls_policy, frozenset((*GEMMS, *collectives, *saved_operators)))
         options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, policy)
     for block in model.transformer.h:
         block.recompute = options
