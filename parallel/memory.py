@@ -92,7 +92,8 @@ def less_memory(micro_batch_size=1):
     """What to do when memory runs out, for an error message. micro_batch_size: 1 where it does not matter."""
     if micro_batch_size > 1:
         return f"use --micro_batch_size {max(b for b in range(1, micro_batch_size) if micro_batch_size % b == 0)}"
-    return "use --parallel zero3 on several GPUs, --activation_checkpointing full, or a smaller --model or --seq_len"
+    several = "--parallel zero3 or --context on several GPUs"
+    return f"use {several}, --activation_checkpointing full, or a smaller --model or --seq_len"
 
 
 def count_params(config):
