@@ -18,7 +18,7 @@ causal work: ring attention (Liu et al. 2023) and all-gathered keys and values (
 3.3.2). They allow more ranks than heads. But GPT-2 has as many heads of keys and values as of queries: a rank would
 receive 2C numbers for every token of the other ranks, where the all-to-alls bring 4C/N, and all-gathered keys and
 values would fill (B, T, 2C) on every rank in each layer. PyTorch's experimental context_parallel, a ring, has no CPU
-kernels and no masks.
+kernels and no masks, and replaces F.scaled_dot_product_attention itself.
 
 Each rank's loss is the mean over its own tokens. Gradients are averaged over these ranks too, by DDP or FSDP, as over
 ranks with other sequences: the mean over all tokens. Without gradients (validation, HellaSwag, samples) nothing is
