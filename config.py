@@ -159,7 +159,7 @@ class SeveralGPUs:
     tensor: int = 1
     """Split every layer over this many adjacent ranks: heads, columns of the MLP, rows of the embedding table."""
     context: int = 1
-    """Split every training sequence over this many adjacent ranks (of groups of --tensor ranks): for long ones."""
+    """Split every training sequence over this many adjacent ranks, for sequences too long for one GPU."""
     activation_checkpointing: Literal["off", "full", "selective"] = "off"
     """Recompute a block's activations in backward instead of keeping them: all, or only those that are cheap."""
 

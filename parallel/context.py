@@ -55,7 +55,7 @@ def split(model, config, distributed):
     """
     if config.context == 1:
         return
-    # a mesh of its own: to FSDP, the ranks of a context group are replicas or shards as any others
+    # not a dimension of FSDP's mesh, whose replicas and shards include the ranks of a context group
     shape = (distributed.data_size, config.context, config.tensor)
     mesh = init_device_mesh(distributed.device.type, shape, mesh_dim_names=("data", "context", "tensor"))["context"]
     rank, size, group = mesh.get_local_rank(), mesh.size(), mesh.get_group()

@@ -2,7 +2,8 @@
 
 The ranks form a mesh of (replicate, shard, tensor). A shard group holds one copy of the weights, or of the part that
 --tensor gives to a rank. zero2 and zero3 use one shard group, hsdp one for each machine or --shard_ranks ranks. With
---tensor, ddp is FSDP with shard groups of one rank: DDP does not know the parts of a layer.
+--tensor, ddp is FSDP with shard groups of one rank: DDP does not know the parts of a layer. Ranks that share sequences
+by --context are replicas or shards as any others.
 https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html
 """
 

@@ -127,8 +127,8 @@ def bytes_per_token(config):
         layer += width * config.n_embd
     layers = config.n_layer * layer
     if config.activation_checkpointing != "off":
-        # each block's input; with "selective" also the GEMM outputs, ten times C, and
-        # those of the all-to-alls, four times C; plus one block being recomputed
+        # each block's input; with "selective" also the outputs of GEMMs, ten times C, and of --context's all-to-alls,
+        # four times C; plus one block being recomputed
         kept = 2 if config.bf16_residual else 4
         if config.activation_checkpointing == "selective":
             kept += 10 * width + (4 * width if config.context > 1 else 0)
