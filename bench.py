@@ -53,7 +53,7 @@ def main():
         raise UserError(f"--steps {config.steps}: it must be at least 1")
     if config.init_from != "scratch":
         raise UserError("bench.py starts from random weights: use --init_from scratch")
-    distributed = process_group.start(config.device, config.tensor)
+    distributed = process_group.start(config.device, config.tensor, config.context)
     with out_of_memory(less_memory()):
         time_steps(config, distributed)
     process_group.stop()

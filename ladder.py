@@ -42,7 +42,7 @@ EVALUATIONS = ("val_every", "hellaswag_every", "sample_every", "checkpoint_every
 # Flags that a measurement sets itself, or that have no effect in it
 NOT_SWEPT = "demo ladder config resume rungs ladder_steps profile max_steps batch_warmup_steps log_dir run_name".split()
 NOT_SWEPT += "wandb wandb_group wandb_project peak_tflops val_tokens hellaswag_data hellaswag_limit".split()
-NOT_SWEPT += [*EVALUATIONS, "parallel", "shard_ranks", "tensor", "overlap_gradients", "bf16_gradients"]
+NOT_SWEPT += [*EVALUATIONS, "parallel", "shard_ranks", "tensor", "context", "overlap_gradients", "bf16_gradients"]
 
 
 @dataclass

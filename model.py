@@ -75,7 +75,7 @@ def causal_attention(q, k, v, mask=None):
 class CausalSelfAttention(nn.Module):
     def __init__(self, config):
         super().__init__()
-        self.n_head = config.n_head
+        self.head_width = config.n_embd // config.n_head
         self.flash = config.flash
         self.packed_qkv = config.packed_qkv
         self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd)
@@ -84,16 +84,17 @@ class CausalSelfAttention(nn.Module):
     def forward(self, x, past=None, documents=NO_BOUNDARIES):
         qkv = self.c_attn(x)  # (B, T, 3C)
         B, T, C = *qkv.shape[:2], qkv.size(2) // 3
+        n_head = C // self.head_width  # of this rank: --tensor and --context split heads
         # packed_qkv: cuDNN writes the gradients of q, k and v into one (B, T, 3C) tensor, which c_attn's backward reads
         if self.packed_qkv and past is None:
             from kernels.attention import packed_qkv  # needs nvidia-cudnn-frontend
 
-            return self.c_proj(packed_qkv(qkv, self.n_head, documents.offsets, documents.count)[0])
+            return self.c_proj(packed_qkv(qkv, n_head, documents.offsets, documents.count)[0])
         # mask_documents: no score between two documents is computed
         if documents.offsets is not None:
-            return self.c_proj(document_attention(qkv, self.n_head, documents.offsets, documents.count)[0])
+            return self.c_proj(document_attention(qkv, n_head, documents.offsets, documents.count)[0])
         q, k, v = (
-            part.view(B, T, self.n_head, C // self.n_head).transpose(1, 2)  # (B, H, T, C/H)
+            part.view(B, T, n_head, self.head_width).transpose(1, 2)  # (B, H, T, C/H)
             for part in qkv.split(C, dim=2)
         )
         k, v, mask = past.append(k, v) if past else (k, v, documents.hidden)

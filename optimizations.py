@@ -265,7 +265,7 @@ OPTIMIZATIONS = (
     ),
     Optimization(
         "ddp",
-        dict(parallel="ddp", shard_ranks=None, tensor=1),
+        dict(parallel="ddp", shard_ranks=None, tensor=1, context=1),
         "{parallel} × {world_size}",
         "every GPU computes a share of the batch; gradients are averaged once a step",
         needs=several_ranks,

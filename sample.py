@@ -122,9 +122,9 @@ def sample(model, prompt, count, max_new_tokens, seed=42, stop_signal=None, **op
 def sample_in_training(model, seed, distributed, stop_signal=None):
     """Four short texts, or the reason why there are none: a list of strings; None after a stop signal.
 
-    The ranks that share rank 0's micro-batches compute them, the others return None.
+    Rank 0 computes them, with the ranks that --tensor splits its layers over; the others return None.
     """
-    if distributed.data_rank:
+    if distributed.data_context_rank:
         return None
     if distributed.tensor > 1:
         stop_signal = None  # one rank must not stop alone: the training loop stops after the samples

@@ -40,7 +40,7 @@ from observe.run_log import RunLog
 from optim.optimizer import make_optimizer, update_if_finite
 from optim.schedules import accumulation_steps, learning_rate
 from optimizations import model_switches, plan_switches, saved_operators
-from parallel import fsdp, process_group, tensor
+from parallel import context, fsdp, process_group, tensor
 from parallel.activation_checkpointing import checkpoint_activations
 from parallel.ddp import micro_batch, wrap_ddp, zero_gradients
 from parallel.memory import free_memory, less_memory
@@ -51,7 +51,7 @@ def main():
     config = parse(Config, default=defaults(sys.argv), hints=HINTS)
     if config.ladder:
         return ladder.climb(config)
-    distributed = process_group.start(config.device, config.tensor)
+    distributed = process_group.start(config.device, config.tensor, config.context)
     with out_of_memory(less_memory()):
         train(config, distributed, given(sys.argv))
     process_group.stop()
@@ -103,8 +103,9 @@ def build(config, distributed, weights=None, sizes=None):
     if config.fp8:
         from kernels import fp8  # needs Triton
 
-        tokens = config.micro_batch_size * config.seq_len
+        tokens = config.micro_batch_size * config.seq_len // config.context
         fp8.convert(model, targets=accumulation_steps(0, config, distributed.data_size) * tokens)
+    context.split(model, config, distributed)  # each rank has some tokens of every sequence; in attention some heads
     # compile: fuses chains of element-wise operations into one kernel, and runs no Python between kernels. Each
     # shape has its own graph (dynamic=False): one each for training and validation, three for HellaSwag.
     forward = torch.compile(model, dynamic=False) if config.compile else model
@@ -135,7 +136,6 @@ def train_step(trainer, step, next_batch, stop_signal=None):
     micro-batches, before any weight changed: on one rank only, several ranks finish the step.
     """
     config, distributed, scaler = trainer.config, trainer.distributed, trainer.scaler
-    world_size = distributed.world_size
     micro_steps = accumulation_steps(step, config, distributed.data_size)
     for group in trainer.optimizer.param_groups:
         group["lr"] = learning_rate(step, config, group["peak"])
@@ -149,13 +149,13 @@ def train_step(trainer, step, next_batch, stop_signal=None):
                 loss = trainer.train_forward(x, y) / micro_steps
             scaler.scale(loss).backward()
         loss_sum += loss.detach()
-        if stop_signal and stop_signal.name and world_size == 1 and not last:
+        if stop_signal and stop_signal.name and distributed.world_size == 1 and not last:
             raise Stopped
     scaler.unscale_(trainer.optimizer)
     norm = torch.nn.utils.clip_grad_norm_(trainer.model.parameters(), config.grad_clip or float("inf"))
     norm = fsdp.full_tensor(norm)
     stop = bool(stop_signal and stop_signal.name)
-    wait = distributed.begin_all_reduce(loss_sum / world_size, norm / world_size, stop)
+    wait = distributed.begin_all_reduce(loss_sum / distributed.world_size, norm / distributed.world_size, stop)
     update_if_finite(trainer.optimizer, scaler, norm)
     zero_gradients(trainer.optimizer, trainer.train_forward)
     if config.fp8:

@@ -105,7 +105,7 @@ def changed_flags(start, config, world_size, flags):
     if not start.resumed:
         return []
     if config.batch_warmup_steps:
-        flags = {*flags, "micro_batch_size", "world_size", "tensor"}
+        flags = {*flags, "micro_batch_size", "world_size", "tensor", "context"}
     before, now = start.training["run"], vars(config) | dict(world_size=world_size)
     changed = [name for name in now if name in flags and name in before and before[name] != now[name]]
     notes = [Note(name, now[name], f"the checkpoint was made with {before[name]}") for name in changed]

@@ -24,12 +24,12 @@ def batches_of_rank(batches, title, distributed, stop_signal=None):
     raise Stopped, after the same number of batches.
     """
     alone = distributed.world_size == 1
-    for first in progress(range(0, len(batches), distributed.data_size), title):
+    for first in progress(range(0, len(batches), distributed.data_context_size), title):
         if stop_signal and not alone:
             # the all-reduce is queued before the batch, so a GPU computes the batch while the host reads the result
             agreed = distributed.begin_all_reduce(bool(stop_signal.name))
-        if first + distributed.data_rank < len(batches):
-            yield batches[first + distributed.data_rank]
+        if first + distributed.data_context_rank < len(batches):
+            yield batches[first + distributed.data_context_rank]
         if stop_signal and (stop_signal.name if alone else agreed()[0]):
             raise Stopped
 

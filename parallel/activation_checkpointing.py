@@ -9,20 +9,21 @@ import functools
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 GEMMS = ("aten::mm", "aten::addmm", "aten::bmm")
-# of --tensor: without their outputs, recomputing would communicate once more
-REDUCTIONS = ("_c10d_functional::reduce_scatter_tensor", "_c10d_functional::all_reduce")
+# of --tensor and --context: without their outputs, recomputing would communicate once more
+COLLECTIVES = ("reduce_scatter_tensor", "all_reduce", "all_to_all_single")
 
 
 def checkpoint_activations(model, mode, saved_operators):
     """Let a GPT's blocks recompute their activations. mode: "off", "full" or "selective".
 
-    saved_operators: names of operators, besides GEMMS and REDUCTIONS, whose outputs "selective" keeps.
+    saved_operators: names of operators, besides GEMMS and COLLECTIVES, whose outputs "selective" keeps.
     """
     if mode == "off":
         return
     options = dict(use_reentrant=False, preserve_rng_state=False)  # the model has no dropout
     if mode == "selective":
-        policy = functools.partial(save_matmuls_policy, frozenset((*GEMMS, *REDUCTIONS, *saved_operators)))
+        collectives = [f"_c10d_functional::{name}" for name in COLLECTIVES]
+        policy = functools.partial(save_matmuls_policy, frozenset((*GEMMS, *collectives, *saved_operators)))
         options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, policy)
     for block in model.transformer.h:
         block.recompute = options

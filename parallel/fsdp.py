@@ -2,7 +2,8 @@
 
 The ranks form a mesh of (replicate, shard, tensor). A shard group holds one copy of the weights, or of the part that
 --tensor gives to a rank. zero2 and zero3 use one shard group, hsdp one for each machine or --shard_ranks ranks. With
---tensor, ddp is FSDP with shard groups of one rank: DDP does not know the parts of a layer.
+--tensor, ddp is FSDP with shard groups of one rank: DDP does not know the parts of a layer. Ranks that share sequences
+by --context are replicas or shards as any others.
 https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html
 """
 
@@ -15,7 +16,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from common.cli import Note, UserError
-from parallel import tensor
+from parallel import context, tensor
 from parallel.rendezvous import read_variable
 
 # Minimum number of parameters in one all-gather. With smaller all-gathers Python takes longer to launch a block than
@@ -37,7 +38,9 @@ def shard_group_size(config, distributed):
 
 
 def check_flags(config, distributed, notes):
-    """Check --parallel and the flags that go with it, in place. Raises UserError if they conflict."""
+    """Check --parallel, --tensor, --context and what goes with them, in place. Raises UserError if they conflict."""
+    tensor.check_flags(config, distributed, notes)
+    context.check_flags(config, distributed)
     if config.shard_ranks and config.parallel != "hsdp":
         config.shard_ranks = None
         notes.append(Note("shard_ranks", None, f"it is for --parallel hsdp, this is {config.parallel}"))
@@ -51,7 +54,7 @@ def check_flags(config, distributed, notes):
         notes.append(Note("bf16_residual", True, f"{mode} gathers the embeddings in bf16"))
     if config.parallel == "hsdp":
         config.shard_ranks = shard_group_size(config, distributed)
-        ranks = distributed.data_size
+        ranks = distributed.data_context_size
         if ranks % config.shard_ranks:
             fits = [size for size in range(2, ranks + 1) if ranks % size == 0]
             where = f"{ranks} ranks" if config.tensor == 1 else f"{ranks} groups of {config.tensor} ranks"
@@ -77,12 +80,14 @@ def blocks_together(config):
 
 def describe(config, distributed):
     """The parallel mode in words, for the plan."""
-    words, size, unit = config.parallel, distributed.data_size, "ranks"
+    words, size, unit = config.parallel, distributed.data_context_size, "ranks"
     if config.tensor > 1:
         unit = "such groups"
         words = f"{config.tensor} ranks split every layer" + (f"; {words} over {size} {unit}" if size > 1 else "")
     if config.parallel == "hsdp":
         words += f", {size // config.shard_ranks} copies on {config.shard_ranks} {unit} each"
+    if config.context > 1:
+        words += f"; {config.context} {unit} split every sequence"
     return words + (", gradients averaged in bf16" if config.bf16_gradients else "")
 
 
@@ -93,11 +98,11 @@ def place(model, config, distributed):
     """
     if is_sharded(config):
         size = shard_group_size(config, distributed)
-        shape = (distributed.data_size // size, size, config.tensor)
+        shape = (distributed.data_context_size // size, size, config.tensor)
         mesh = init_device_mesh(distributed.device.type, shape, mesh_dim_names=("replicate", "shard", "tensor"))
         # tensor: each rank has some heads, columns of the MLP and rows of the embedding table
         if config.tensor > 1:
-            tensor.split(model, mesh["tensor"])
+            tensor.split(model, mesh["tensor"], config.seq_len // config.context)
         shard(model, config, mesh["replicate", "shard"] if shape[0] > 1 else mesh["shard"])
     model.to_empty(device=distributed.device)
 

@@ -29,7 +29,8 @@ def nearest_multiples(number, factor):
 
 def data_ranks(distributed):
     """What the micro-batches of a batch are divided among, in words."""
-    groups = f"groups of {distributed.tensor} ranks" if distributed.tensor > 1 else "ranks"
+    size = distributed.tensor * distributed.context
+    groups = f"groups of {size} ranks" if size > 1 else "ranks"
     return f"{distributed.data_size} {groups}"
 
 
@@ -91,7 +92,8 @@ def less_memory(micro_batch_size=1):
     """What to do when memory runs out, for an error message. micro_batch_size: 1 where it does not matter."""
     if micro_batch_size > 1:
         return f"use --micro_batch_size {max(b for b in range(1, micro_batch_size) if micro_batch_size % b == 0)}"
-    return "use --parallel zero3 on several GPUs, --activation_checkpointing full, or a smaller --model or --seq_len"
+    several = "--parallel zero3 or --context on several GPUs"
+    return f"use {several}, --activation_checkpointing full, or a smaller --model or --seq_len"
 
 
 def count_params(config):
@@ -121,14 +123,19 @@ def bytes_per_token(config):
     head, width = head / config.tensor, 2 if half else 4
     if config.tensor > 1:  # each rank has a part of everything but the inputs of c_attn and c_fc
         layer = layer / config.tensor + 2 * width * config.n_embd
+    if config.context > 1:  # c_proj reads a copy of attention's output, that of the second all-to-all
+        layer += width * config.n_embd
     layers = config.n_layer * layer
     if config.activation_checkpointing != "off":
-        # each block's input; with "selective" also the GEMM outputs, ten times C; plus one block being recomputed
+        # each block's input; with "selective" also the outputs of GEMMs, ten times C, and of --context's all-to-alls,
+        # four times C; plus one block being recomputed
         kept = 2 if config.bf16_residual else 4
         if config.activation_checkpointing == "selective":
-            kept += 20 if half else 40
+            kept += 10 * width + (4 * width if config.context > 1 else 0)
         layers = config.n_layer * config.n_embd * kept + layer
     training = layers + (0 if config.fused_cross_entropy else VOCAB_SIZE * head)
-    # evaluation returns each token's loss and so holds all logits: 2 bytes compiled, 11 with eager float32 copies
+    training /= config.context
+    # evaluation splits no sequence. It returns each token's loss and so holds all logits: 2 bytes compiled, 11 with
+    # eager float32 copies
     evaluation = VOCAB_SIZE * (2 if config.compile else 11) * (1 if half else 2) / config.tensor
     return max(training, evaluation)

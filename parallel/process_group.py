@@ -23,16 +23,29 @@ class Distributed:
     rank: int
     world_size: int
     device: torch.device
-    tensor: int = 1  # adjacent ranks that split every layer, and so share their micro-batches
+    tensor: int = 1  # adjacent ranks that split every layer
+    context: int = 1  # adjacent ranks, or groups of `tensor` ranks, that split every sequence of training
 
     @property
     def data_size(self):
         """Number of different micro-batches that the ranks compute at a time."""
-        return self.world_size // self.tensor
+        return self.data_context_size // self.context
 
     @property
     def data_rank(self):
         """Which of these micro-batches this rank computes."""
+        return self.data_context_rank // self.context
+
+    @property
+    def data_context_size(self):
+        """Number of ranks, or groups of `tensor` ranks, over which gradients are averaged.
+
+        Evaluations, which split no sequence, divide their batches among these.
+        """
+        return self.world_size // self.tensor
+
+    @property
+    def data_context_rank(self):
         return self.rank // self.tensor
 
     @property
@@ -108,11 +121,11 @@ class Distributed:
         return result
 
 
-def start(device_type, tensor=1, patience=PATIENCE):
+def start(device_type, tensor=1, context=1, patience=PATIENCE):
     """Join the process group that torchrun describes, if it started this process, and choose this rank's device.
 
-    device_type: "auto", "cuda", "cpu" or "mps". tensor: as in Distributed; one rank splits nothing. Raises UserError if
-    the device does not exist, if there are more ranks than GPUs, or if other ranks do not come.
+    device_type: "auto", "cuda", "cpu" or "mps". tensor, context: as in Distributed; one rank splits nothing. Raises
+    UserError if the device does not exist, if there are more ranks than GPUs, or if other ranks do not come.
     """
     device_type = choose_device_type(device_type)
     if device_type == "cuda" and not torch.cuda.is_available():
@@ -143,7 +156,7 @@ def start(device_type, tensor=1, patience=PATIENCE):
             timeout=timedelta(minutes=30),  # the others wait while rank 0 hashes tens of GB
             device_id=device if backend == "nccl" else None,
         )
-    return Distributed(rank, world_size, device, tensor if world_size > 1 else 1)
+    return Distributed(rank, world_size, device, *((tensor, context) if world_size > 1 else ()))
 
 
 def stop():

@@ -57,8 +57,9 @@ def check_flags(config, distributed, notes):
         raise UserError("--optimizer muon orthogonalizes whole matrices, which --tensor splits: use AdamW")
     if config.adamw_states == "int8":
         raise UserError("--adamw_states int8 has scales for blocks of whole rows, which --tensor splits: use bf16")
-    if config.seq_len % size:
-        reason = f"it does not divide seq_len {config.seq_len}, so every rank holds the whole residual stream"
+    if config.seq_len // config.context % size:
+        part = f"seq_len {config.seq_len}" + (f" / {config.context}" if config.context > 1 else "")
+        reason = f"it does not divide {part}, so every rank holds the whole residual stream"
         notes.append(Note("tensor", size, reason))
 
 
@@ -69,13 +70,15 @@ def check_flags(config, distributed, notes):
 logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
 
 
-def split(model, mesh):
+def split(model, mesh, seq_len):
     """Split a GPT over the ranks of a mesh with one dimension, in place. The model may be on the device "meta".
+
+    seq_len: tokens of a sequence in training, with --context of a rank's part of it.
 
     Between modules activations are plain tensors. Hooks around a module make DTensors of its inputs and bring them, and
     its outputs, into the layout that comes next. A DTensor's operators compute on the rank's part.
     """
-    divides = model.config.seq_len % mesh.size() == 0
+    divides = seq_len % mesh.size() == 0
 
     def residual():
         """The residual stream's layout: split along the sequence in training, whole in evaluations."""
@@ -116,7 +119,6 @@ def split(model, mesh):
             distribute_module(norm, mesh, None, before(stream))
             distribute_module(first, mesh, by_rows, before(gather), after(local))
             distribute_module(second, mesh, by_columns, before(columns), after(scatter))
-        block.attn.n_head //= mesh.size()
     distribute_module(model.transformer.wte, mesh, by_rows, before(tokens), after(scatter))
     distribute_module(model.transformer.wpe, mesh, None, before(positions), after(local))
     # the head takes a DTensor: its logits are split by columns, and F.cross_entropy computes in parallel

@@ -1,0 +1,84 @@
+"""Ranks that split every sequence: the losses, gradient norms, evaluations and checkpoints of one rank."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from conftest import make_items, metrics
+from test_layouts import assert_same
+
+from common.cli import UserError
+from config import Config, resolve
+from parallel import fsdp
+from parallel.memory import bytes_per_token
+from parallel.process_group import Distributed
+
+
+def test_training_evaluations_and_checkpoints_are_those_of_one_rank(train, train_several, tmp_path):
+    (tmp_path / "items.jsonl").write_text("".join(json.dumps(item) + "\n" for item in make_items(5)))
+    flags = "--max_steps 10 --checkpoint_every 5 --val_every 10 --hellaswag_every 10".split()
+    flags += ["--n_layer", 1, "--n_head", 6, "--n_embd", 48, "--micro_batch_size", 2, "--mask_documents"]
+    flags += ["--hellaswag_data", tmp_path / "items.jsonl"]
+    with_samples = [*flags, "--sample_every", 10]
+    whole = train("whole", *with_samples)
+    middle = "log/{}/checkpoint_000005".format
+    flags_of_two = [*flags, "--context", 2]
+    zero3 = ["--parallel", "zero3", "--micro_batch_size", 1, "--resume", middle("whole")]
+    two, zero3 = train_several(2, dict(two=[*with_samples, "--context", 2], zero3=[*flags_of_two, *zero3]))
+    more = dict(
+        ddp=["--activation_checkpointing", "selective"],
+        # --tensor leaves 3 of the 6 heads, of which the ranks have 2 and 1
+        tensor=["--tensor", 2, "--activation_checkpointing", "full", "--resume", middle("two")],
+    )
+    ddp, split = train_several(4, {name: [*flags_of_two, *more[name]] for name in more})
+    one = train("one", *flags, "--resume", middle("ddp"))
+    for run in (two, ddp):
+        assert_same(run, whole, steps=10)
+    for run in (zero3, split, one):
+        assert_same(run, whole, steps=5)
+    samples = [[row["samples"] for row in metrics(run) if "samples" in row] for run in (whole, two)]
+    assert samples[0] == samples[1] and len(samples[0]) == 1
+
+
+def resolved(ranks, **flags):
+    split = (flags.get("tensor", 1), flags["context"]) if ranks > 1 else ()
+    distributed = Distributed(0, ranks, torch.device("cpu"), *split)
+    config, notes = resolve(Config(**flags), distributed)
+    return fsdp.describe(config, distributed), "\n".join(map(str, notes))
+
+
+def test_flags_that_do_not_fit_are_refused_in_one_line():
+    for ranks, flags, words in (
+        (6, dict(context=4), "--context 4 does not divide 6 ranks: try one of [2]"),
+        (3, dict(context=2), "--context 2 does not divide 3 ranks: use --context 1"),
+        (12, dict(context=3), "--context 3 does not divide 1024 tokens of a sequence: try one of [2, 4]"),
+        (12, dict(context=4, tensor=2), "--context 4 does not divide 6 groups of 2 ranks: try one of [2]"),
+        (16, dict(context=16), "--context 16 is more than 12 attention heads: try one of [2, 4, 8]"),
+        (16, dict(context=4, tensor=4), "more than 3 attention heads in each of 4 parts of a layer: try one of [2]"),
+        (4, dict(context=2, total_batch_size=1024), "over 2 groups of 2 ranks: try 2048"),
+        (1, dict(context=0), "--context 0: it must be at least 1"),
+    ):
+        with pytest.raises(UserError) as error:
+            resolved(ranks, **flags)
+        assert words in str(error.value)
+
+
+def test_the_plan_describes_the_groups():
+    assert resolved(2, context=2)[0] == "ddp; 2 ranks split every sequence"
+    assert resolved(2, context=2, model="gpt2-xl")[0] == "ddp; 2 ranks split every sequence"  # 13 and 12 heads
+    odd = dict(seq_len=1022, total_batch_size=1022 * 2)
+    words, notes = resolved(8, context=2, tensor=2, parallel="zero3", **odd)
+    assert words == "2 ranks split every layer; zero3 over 4 such groups; 2 such groups split every sequence"
+    assert "it does not divide seq_len 1022 / 2, so every rank holds the whole residual stream" in notes
+
+
+def test_one_rank_splits_nothing():
+    assert "context is 1: there is one rank" in resolved(1, context=2)[1]
+
+
+def test_more_ranks_in_a_group_take_less_memory():
+    config = Config(n_layer=12, n_head=12, n_embd=768)
+    one, two, four = (bytes_per_token(replace(config, context=n)) for n in (1, 2, 4))
+    assert one / 2 < two < 0.6 * one
+    assert four < two
