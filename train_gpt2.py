@@ -33,7 +33,7 @@ from data.loader import Loader, open_streams
 from hellaswag import MultipleChoice, load_items
 from model import GPT, GPTConfig
 from observe import profiler
-from observe.evaluation import validation_loss
+from observe.evaluation import bits_per_byte, validation_loss
 from observe.hardware import flops_per_token
 from observe.plan import print_plan, print_summary
 from observe.run_log import RunLog
@@ -279,7 +279,7 @@ def evaluate_if_due(trainer, step, tokens, val_stream, hellaswag, log, stop_sign
         with fsdp.gathered(model, config):
             loss = validation_loss(losses_of, val_stream, config, distributed, stop_signal)
         if log:
-            log.validation(step, tokens, loss, time.perf_counter() - began)
+            log.validation(step, tokens, loss, time.perf_counter() - began, bits_per_byte(loss, val_stream, config))
     if hellaswag and due(config.hellaswag_every):
         began = time.perf_counter()
         with fsdp.gathered(model, config):

@@ -124,11 +124,15 @@ class RunLog:
         page = {f"train/{name.removeprefix('train_')}": value for name, value in values.items() if value is not None}
         self.wandb.log(step, {"loss/train": loss} | page | dict(tokens=tokens))
 
-    def validation(self, step, tokens, loss, seconds):
-        """Print and log a validation loss, in nats per token."""
+    def validation(self, step, tokens, loss, seconds, bits_per_byte=None):
+        """Print and log a validation loss, in nats per token, and in bits per byte if there is a tokenizer."""
         self.val_losses[step] = loss
-        self._print(step, f"validation loss {loss:.4f}", f"{seconds:.1f} s")
-        self._evaluation(step, tokens, f"{step} val {loss:.4f}\n", dict(val_loss=loss))
+        columns, values = [f"validation loss {loss:.4f}"], dict(val_loss=loss)
+        if bits_per_byte is not None:
+            columns.append(f"{bits_per_byte:.4f} bits/byte")
+            values["val_bits_per_byte"] = bits_per_byte
+        self._print(step, *columns, f"{seconds:.1f} s")
+        self._evaluation(step, tokens, f"{step} val {loss:.4f}\n", values)
 
     def hellaswag(self, step, tokens, acc, acc_norm, items, seconds):
         """Print and log accuracies between 0 and 1; log.txt has acc_norm, GPT-2's usual measure."""

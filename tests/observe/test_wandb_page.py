@@ -30,7 +30,7 @@ def test_offline_needs_no_login_and_records_everything(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "offline")
     log = make_log(tmp_path, wandb="auto")
     train_step(log, 0, 3.0)
-    log.validation(1, 100, 3.0, seconds=1.0)
+    log.validation(1, 100, 3.0, seconds=1.0, bits_per_byte=1.25)
     log.hellaswag(1, 100, 0.2, 0.25, items=64, seconds=1.0)
     log.samples(1, 100, ["Hello"])
     run = log.wandb.run
@@ -39,7 +39,7 @@ def test_offline_needs_no_login_and_records_everything(tmp_path, monkeypatch):
     train_step(log, 2, 2.0)
     summary = run.summary
     assert summary["train/loss"] == summary["loss/train"] == 2.0 and summary["tokens"] == 300
-    assert summary["val/loss"] == summary["loss/val"] == 3.0
+    assert summary["val/loss"] == summary["loss/val"] == 3.0 and summary["val/bits_per_byte"] == 1.25
     assert summary["val/hellaswag_acc"] == 0.2 and summary["val/hellaswag_acc_norm"] == 0.25
     assert summary["train/step_ms"] == 500 and "train/mfu" not in summary.keys()
     panels = sorted(name for name in summary.keys() if name[0] != "_" and name not in ("step", "tokens"))
