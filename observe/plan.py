@@ -87,6 +87,8 @@ def print_summary(config, log, tokens, figure):
             f"validation loss {log.val_losses[first]:.4f} -> {log.val_losses[last]:.4f} in {last - first} steps; "
             f"{tokens:,} tokens in all"
         )
+    for line in log.ranks.table():
+        print(line)
     print(f"peak memory {peak_memory(log.device):.2f} GB")
     print(f"log: {log.folder}/ (log.txt, metrics.jsonl, config.json, flags.yaml)")
     if figure:

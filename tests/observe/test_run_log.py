@@ -14,6 +14,7 @@ from common.cli import UserError
 from config import Config
 from observe import measure, run_log
 from observe.run_log import RunLog, duration
+from train_gpt2 import StepResult
 
 CPU = torch.device("cpu")
 
@@ -23,8 +24,9 @@ def make_log(tmp_path, resumed=None, training=None, **flags):
     return RunLog(config, config, CPU, 2, 1e9, resumed, training)
 
 
-def train_step(log, step, loss=3.0, **kwargs):
-    log.train_step(step, 5000 * (step + 1), 5000, loss, lr=1e-4, grad_norm=2.5, seconds=0.5, **kwargs)
+def train_step(log, step, loss=3.0, loss_scale=None, ranks=(), **kwargs):
+    facts = dict(tokens=5000, finite=True, loss_scale=loss_scale, stop=False, seconds=0.5, ranks=ranks)
+    log.train_step(step, 5000 * (step + 1), StepResult(loss, 2.5, **facts), lr=1e-4, **kwargs)
 
 
 def read_steps(folder, stream):
