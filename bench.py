@@ -7,6 +7,7 @@ torchrun --standalone --nproc_per_node=8 bench.py
 
 import common.interrupt  # first: Ctrl-C during the other imports
 
+import math
 import statistics
 import sys
 from dataclasses import dataclass, replace
@@ -21,6 +22,7 @@ from config import GROUPS, Config, defaults, refuse_unavailable_flags, resolve
 from observe.hardware import environment, flops_per_token, peak_memory, peak_tflops
 from observe.measure import SETTLING_STEPS
 from observe.plan import note_lines
+from observe.ranks import energy
 from parallel import fsdp, process_group
 from parallel.memory import free_memory, less_memory
 from train_gpt2 import build, train_step
@@ -95,7 +97,10 @@ def report(trainer, results):
     flops = rate * flops_per_token(trainer.model, config.seq_len)
     mfu = f", MFU {flops / (peak * 1e12 * distributed.world_size):.1%}" if peak else ""
     memory = peak_memory(distributed.device)
-    print(f"{rate:,.0f} tokens/sec, {1000 * step:.2f} ms a step{mfu}, peak memory {memory:.2f} GB")
+    # a result has the energy of the step before
+    joules = statistics.fmean([energy(result.ranks) for result in results[SETTLING_STEPS + 1 :]] or [math.nan])
+    power = f", {1000 * joules / results[-1].tokens:.3g} mJ a token" if math.isfinite(joules) else ""
+    print(f"{rate:,.0f} tokens/sec, {1000 * step:.2f} ms a step{mfu}, peak memory {memory:.2f} GB{power}")
     devices = f"{distributed.world_size} × {environment(distributed.device)['hardware']}"
     devices += f", {fsdp.describe(config, distributed)}" if distributed.world_size > 1 else ""
     print(f"first step {results[0].seconds:.1f} s; {devices}; PyTorch {torch.__version__}")

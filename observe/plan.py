@@ -47,6 +47,8 @@ def print_plan(trainer, notes, start, train_stream, val_stream, hellaswag, log, 
         mfu = f"relative to {log.peak_flops / 1e12 / world_size:g} TFLOP/s a device"
     if config.val_every and (problem := evaluation.missing_tokenizer()):
         notes = [*notes, Note("bits_per_byte", False, problem)]
+    if trainer.monitor.power.problem:
+        notes = [*notes, Note("power", False, trainer.monitor.power.problem)]
     cuda = f", CUDA {facts['cuda']}" if facts["cuda"] else ""
     lines = [
         ("device", f"{world_size} × {facts['hardware']}; PyTorch {facts['torch']}{cuda}"),

@@ -1,4 +1,4 @@
-"""What each rank reports of a step: its own time, before it waits for other ranks. It finds the rank that is slow.
+"""What each rank reports of a step: its own time, before it waits for other ranks, and its GPU's power and clock.
 
 All ranks end a step together, since they wait for each other's gradients: only the time before that wait differs. The
 all-reduce that carries the loss carries these reports too, so they cost no collective.
@@ -14,31 +14,37 @@ from typing import NamedTuple
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from observe.power import PowerMeter
 from observe.tables import align
 
 BEHIND = 0.02  # a rank whose own time is this much above the others' median is named on the step line
 SETTLING = 2  # steps that are not measured: the first compiles, and in the second DDP broadcasts its buckets' order
 WINDOW = 1000  # steps that the table of ranks summarizes
-COLUMNS = ("rank", "own ms", "behind")
-WIDTHS = (4, 9, 7)
+COLUMNS = ("rank", "own ms", "behind", "SM MHz", "W", "°C")
+WIDTHS = (4, 9, 7, 6, 6, 4)
 
 
 class RankReport(NamedTuple):
     """One rank's step. NaN: not measured."""
 
     own_ms: float = math.nan  # from the step's start, data loading included, to the last gradient of backward
+    joules: float = math.nan  # of the whole step
+    watts: float = math.nan  # at the end of the step, as the clock and the temperature
+    sm_mhz: float = math.nan
+    celsius: float = math.nan
 
 
 class RankMonitor:
     """Measures this rank's steps, and passes the reports on to all ranks.
 
     Own times are DDP's alone: sharded and tensor-parallel models have a collective in every layer, which makes all
-    ranks as slow as the slowest. The first two steps are not measured.
+    ranks as slow as the slowest. Those of the first two steps are not measured.
     """
 
     def __init__(self, model, train_forward, distributed):
         """model: a GPT; train_forward: the same, in DDP or not."""
         self.distributed = distributed
+        self.power = PowerMeter(distributed.device)
         self._steps = 0
         self._last_gradient = None
         self._report = RankReport()  # of this rank's last complete step
@@ -65,6 +71,7 @@ class RankMonitor:
     def start_step(self):
         """Call this before the step's first batch is read."""
         self._began, self._start, self._last_gradient = time.perf_counter(), self._mark(), None
+        self._joules = self.power.joules()
 
     def report(self):
         """This rank's report of the step before in its row, and zeros: (ranks, fields) float64, to be summed over the
@@ -80,11 +87,19 @@ class RankMonitor:
         """(seconds of this step, the RankReports of the step before). sums: the elements of report(), summed over the
         ranks. Call it when the host has waited for the step's gradients."""
         measured = self._last_gradient is not None and self._steps >= SETTLING
-        self._report = RankReport(self._ms(self._start, self._last_gradient) if measured else math.nan)
+        own_ms = self._ms(self._start, self._last_gradient) if measured else math.nan
+        sample = self.power.sample
+        joules = self.power.joules() - self._joules
+        self._report = RankReport(own_ms, joules, sample.watts, sample.sm_mhz, sample.celsius)
         self._steps += 1
         fields = len(RankReport._fields)
         reports = [RankReport(*sums[i : i + fields]) for i in range(0, len(sums), fields)]
         return time.perf_counter() - self._began, reports
+
+
+def energy(reports):
+    """Joules of one step over all ranks; NaN if a rank's are not known, or there are no reports."""
+    return sum(report.joules for report in reports) if reports else math.nan
 
 
 def behind(times):
@@ -101,22 +116,33 @@ class RankHistory:
     def add(self, reports):
         """Keep one step's RankReports. Returns (values for the log, a column for the step line or None)."""
         self._reports.append(reports)
+        values = {}
+        if math.isfinite(energy(reports)):
+            values = dict(joules=energy(reports), watts=sum(report.watts for report in reports))
+            values |= dict(
+                sm_mhz=min(report.sm_mhz for report in reports), celsius=max(report.celsius for report in reports)
+            )
         times = [report.own_ms for report in reports]
         if len(times) < 2 or not all(map(math.isfinite, times)):
-            return {}, None
+            return values, None
         late = behind(times)
         slowest = max(range(len(late)), key=late.__getitem__)
-        values = dict(own_ms=times, slowest_rank=slowest, slowest_behind=late[slowest])
+        values |= dict(own_ms=times, slowest_rank=slowest, slowest_behind=late[slowest])
         return values, f"rank {slowest} is {late[slowest]:.1%} behind" if late[slowest] > BEHIND else None
 
     def table(self):
         """Lines of the table of ranks, medians over the last WINDOW steps; none if nothing was measured."""
         ranks = [self._medians(rank) for rank in range(len(self._reports[-1]) if self._reports else 0)]
-        if len(ranks) < 2 or not math.isfinite(ranks[0].own_ms):
+        if not any(math.isfinite(value) for report in ranks for value in report):
             return []
+        times = [report.own_ms for report in ranks]
+        lates = behind(times) if len(times) > 1 else [math.nan]
         lines = [align(COLUMNS, WIDTHS)]
-        for rank, late in enumerate(behind([report.own_ms for report in ranks])):
-            lines.append(align((str(rank), f"{ranks[rank].own_ms:.2f}", f"{late:+.1%}"), WIDTHS))
+        for rank, (report, late) in enumerate(zip(ranks, lates)):
+            formats = "{:.2f}", "{:+.1%}", "{:.0f}", "{:.0f}", "{:.0f}"
+            values = report.own_ms, late, report.sm_mhz, report.watts, report.celsius
+            texts = [form.format(value) if math.isfinite(value) else "–" for form, value in zip(formats, values)]
+            lines.append(align((str(rank), *texts), WIDTHS))
         return lines
 
     def _medians(self, rank):

@@ -287,7 +287,10 @@ def canned(monkeypatch, corpus, tmp_path):
 
 def done(config, rate):
     facts = dict(vars(config), world_size=1, hardware="none", torch="2", cuda=None)
-    return dict(status="done", ms=1.0, tokens_per_sec=rate, mfu=None, spread=0, peak_gb=1.0, loss=9.0, facts=facts)
+    energy = dict(mj_per_token=None)
+    return dict(
+        status="done", ms=1.0, tokens_per_sec=rate, mfu=None, spread=0, peak_gb=1.0, loss=9.0, facts=facts, **energy
+    )
 
 
 def test_the_first_micro_batch_is_halved_until_it_fits(canned, monkeypatch):

@@ -8,6 +8,7 @@ from config import Config
 from model import GPT, GPTConfig
 from observe import evaluation
 from observe.plan import print_plan, print_summary, tokens_to_train
+from observe.ranks import RankMonitor
 from observe.run_log import RunLog
 from optim.schedules import accumulation_steps
 from optimizations import Note
@@ -27,7 +28,9 @@ def plan(capsys, config, log, world_size, notes=(), step=0, tokens=0, hellaswag=
     sizes = {name: TINY[name] for name in ("n_layer", "n_head", "n_embd", "seq_len")}
     with torch.device("meta"):
         model = GPT(GPTConfig(**sizes))
-    trainer = SimpleNamespace(config=config, model=model, distributed=Distributed(0, world_size, CPU))
+    distributed = Distributed(0, world_size, CPU)
+    monitor = RankMonitor(model, model, distributed)
+    trainer = SimpleNamespace(config=config, model=model, distributed=distributed, monitor=monitor)
     start = SimpleNamespace(resumed=None, weights=None, step=step, tokens=tokens)
     switches = switches or {"tf32": True}
     print_plan(trainer, notes, start, *STREAMS, hellaswag, log, switches)

@@ -1,9 +1,12 @@
+import math
 import re
 import statistics
 
 import pytest
+import torch
 from conftest import ROOT, metrics
 
+from observe.power import PowerMeter, Sample
 from observe.ranks import RankHistory, RankReport, behind
 
 SLOW_RANK = """
@@ -43,3 +46,25 @@ def test_a_rank_is_behind_the_median_of_the_others():
     assert text == "rank 2 is 3.0% behind"
     _, text = RankHistory().add([RankReport(ms) for ms in (10.0, 10.0, 10.1)])
     assert text is None
+
+
+def test_energy_power_clock_and_temperature():
+    """Energy and power add up over the ranks; the slowest clock and the hottest GPU count."""
+    history, reports = (
+        RankHistory(),
+        [RankReport(10.0, 90.0, 700.0, 1755.0, 61.0), RankReport(9.0, 60.0, 500.0, 1980.0, 70.0)],
+    )
+    values, _ = history.add(reports)
+    assert {name: values[name] for name in ("joules", "watts", "sm_mhz", "celsius")} == dict(
+        joules=150.0, watts=1200.0, sm_mhz=1755.0, celsius=70.0
+    )
+    assert [line.split() for line in history.table()[1:]] == [
+        ["0", "10.00", "+11.1%", "1755", "700", "61"],
+        ["1", "9.00", "-10.0%", "1980", "500", "70"],
+    ]
+    alone = RankHistory()
+    assert "own_ms" not in alone.add([RankReport(joules=90.0, watts=700.0)])[0]
+    assert alone.table()[1].split() == ["0", "–", "–", "–", "700", "–"]
+    assert Sample(time=10.0, joules=500.0, watts=100.0).joules_at(10.25) == 525
+    meter = PowerMeter(torch.device("cpu"))
+    assert math.isnan(meter.joules()) and meter.problem is None
