@@ -32,7 +32,7 @@ from data import demo
 from data.loader import Loader, open_streams
 from hellaswag import items_of_run
 from model import GPT, GPTConfig
-from observe import profiler
+from observe import hang, profiler
 from observe.evaluation import bits_per_byte, validation_loss
 from observe.hardware import flops_per_token
 from observe.plan import print_plan, print_summary
@@ -208,7 +208,7 @@ def train(flags, distributed, given_flags):
         print_plan(trainer, notes, start, train_stream, val_stream, hellaswag, log, plan_switches(config))
     checkpointer = Checkpointer(trainer, loader, data, log, start.step)
     tracer = profiler.start(config, trainer.model.config, log, start.step) if log and config.profile else None
-    with out_of_memory(less_memory(config.micro_batch_size)):
+    with out_of_memory(less_memory(config.micro_batch_size)), hang.watch(checkpointer.folder, distributed):
         loop(trainer, loader, val_stream, hellaswag, checkpointer, log, tracer, start)
 
 
