@@ -231,6 +231,8 @@ class Measuring:
     """Steps measured on each rung or cell of a sweep, after a few that warm up: no evaluations, no checkpoints."""
     profile: int = 0
     """Trace this many steps with PyTorch's profiler and print where their time went; 0 is off."""
+    memory_snapshot: int = 0
+    """Record this many steps' allocations on a GPU, for PyTorch's memory viewer; 0 is off."""
 
 
 GROUPS = (Basics, Model, Data, Speed, Recipe, SeveralGPUs, Evaluation, Checkpoints, Logging, Measuring)
@@ -307,7 +309,7 @@ def resolve(config, distributed, free_memory=None, pretrained=None, resumed=None
     check_bounds(config)
     if config.rungs != "all":
         raise UserError("--rungs chooses rungs of the ladder: add --ladder")
-    profiler.check_steps(config, step)
+    profiler.check_steps(config, step, distributed.device)
     new = dataclasses.replace(config)
     set_sizes(new, pretrained, resumed)
     if new.device == "auto":
@@ -376,7 +378,7 @@ def check_bounds(config):
     positive = "n_layer n_head n_embd seq_len micro_batch_size total_batch_size max_steps val_tokens ladder_steps "
     positive += "keep_checkpoints max_bad_steps shard_ranks tensor hellaswag_limit"
     zero_or_more = "val_every hellaswag_every sample_every checkpoint_every seed profile lr min_lr_ratio warmup_steps "
-    zero_or_more += "weight_decay grad_clip batch_warmup_steps adamw_lr"
+    zero_or_more += "weight_decay grad_clip batch_warmup_steps adamw_lr memory_snapshot"
     for bound, names in ((1, positive), (0, zero_or_more)):
         for name in names.split():
             value = getattr(config, name)

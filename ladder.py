@@ -40,9 +40,9 @@ LONG_RUN_VAL_TOKENS = 2621440  # at most, in each of some 20 validations
 EVALUATIONS = ("val_every", "hellaswag_every", "sample_every", "checkpoint_every")  # off in a measurement
 
 # Flags that a measurement sets itself, or that have no effect in it
-NOT_SWEPT = "demo ladder config resume rungs ladder_steps profile max_steps batch_warmup_steps log_dir run_name".split()
+NOT_SWEPT = "demo ladder config resume rungs ladder_steps max_steps batch_warmup_steps log_dir run_name".split()
 NOT_SWEPT += "wandb wandb_group wandb_project peak_tflops val_tokens hellaswag_data hellaswag_limit".split()
-NOT_SWEPT += EVALUATIONS
+NOT_SWEPT += [*EVALUATIONS, "profile", "memory_snapshot"]
 NOT_SWEPT += ["parallel", "shard_ranks", "tensor", "overlap_gradients", "bf16_gradients"]  # of several processes
 
 
@@ -93,8 +93,8 @@ def main():
 def check(config):
     """Raises UserError if every run would fail."""
     check_bounds(config)
-    if config.profile:
-        raise UserError("--profile is for a single run: tracing would slow down what is measured here")
+    if config.profile or config.memory_snapshot:
+        raise UserError("--profile and --memory_snapshot are for a single run: both slow down what is measured here")
     if not config.demo:
         open_shards(config.data_dir, "train")
 

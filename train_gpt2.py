@@ -207,7 +207,7 @@ def train(flags, distributed, given_flags):
     if log:  # on rank 0
         print_plan(trainer, notes, start, train_stream, val_stream, hellaswag, log, plan_switches(config))
     checkpointer = Checkpointer(trainer, loader, data, log, start.step)
-    tracer = profiler.start(config, trainer.model.config, log, start.step) if log and config.profile else None
+    tracer = profiler.start(config, trainer.model.config, log, start.step) if log else None
     with out_of_memory(less_memory(config.micro_batch_size)), hang.watch(checkpointer.folder, distributed):
         loop(trainer, loader, val_stream, hellaswag, checkpointer, log, tracer, start)
 
