@@ -114,14 +114,16 @@ class RankHistory:
         self._reports = collections.deque(maxlen=WINDOW)
 
     def add(self, reports):
-        """Keep one step's RankReports. Returns (values for the log, a column for the step line or None)."""
+        """Keep one step's RankReports. Returns (values for the log, a column for the step line or None).
+
+        The log has the sums of energy and power, the slowest clock and the highest temperature of all ranks.
+        """
         self._reports.append(reports)
         values = {}
         if math.isfinite(energy(reports)):
             values = dict(joules=energy(reports), watts=sum(report.watts for report in reports))
-            values |= dict(
-                sm_mhz=min(report.sm_mhz for report in reports), celsius=max(report.celsius for report in reports)
-            )
+            values["sm_mhz"] = min(report.sm_mhz for report in reports)
+            values["celsius"] = max(report.celsius for report in reports)
         times = [report.own_ms for report in reports]
         if len(times) < 2 or not all(map(math.isfinite, times)):
             return values, None
