@@ -7,9 +7,9 @@ torchrun --standalone --nproc_per_node=8 bench.py
 
 import common.interrupt  # first: Ctrl-C during the other imports
 
+import math
 import statistics
 import sys
-import time
 from dataclasses import dataclass, replace
 
 import torch
@@ -22,6 +22,7 @@ from config import GROUPS, Config, defaults, refuse_unavailable_flags, resolve
 from observe.hardware import environment, flops_per_token, peak_memory, peak_tflops
 from observe.measure import SETTLING_STEPS
 from observe.plan import note_lines
+from observe.ranks import energy
 from parallel import fsdp, process_group
 from parallel.memory import free_memory, less_memory
 from train_gpt2 import build, train_step
@@ -75,33 +76,34 @@ def time_steps(config, distributed):
     if config.mask_documents:  # documents of 1,000 tokens, FineWeb-Edu's mean
         tokens[torch.rand(B, T + 1, device=distributed.device) < 1e-3] = trainer.model.config.vocab_size - 1
     batch = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
-    seconds = []
+    results = []
     steps = trange(
         SETTLING_STEPS + config.steps, unit="step", leave=False, disable=None if distributed.is_main else True
     )
     common.interrupt.end_at_once()  # a KeyboardInterrupt during compilation may abort the process
     with out_of_memory(less_memory(B)):
         for step in steps:
-            start = time.perf_counter()
-            result = train_step(trainer, config.batch_warmup_steps + step, lambda: batch)
-            seconds.append(time.perf_counter() - start)
+            results.append(train_step(trainer, config.batch_warmup_steps + step, lambda: batch))
     if distributed.is_main:
-        report(trainer, result.tokens, seconds)
+        report(trainer, results)
 
 
-def report(trainer, tokens, seconds):
-    """Print the median rate. tokens: per step; seconds: of every step, warm-up included."""
+def report(trainer, results):
+    """Print the median rate. results: the StepResult of every step, warm-up included."""
     config, distributed = trainer.config, trainer.distributed
-    step = statistics.median(seconds[SETTLING_STEPS:])
-    rate = tokens / step
+    step = statistics.median(result.seconds for result in results[SETTLING_STEPS:])
+    rate = results[-1].tokens / step
     peak = config.peak_tflops or peak_tflops(distributed.device)
     flops = rate * flops_per_token(trainer.model, config.seq_len)
     mfu = f", MFU {flops / (peak * 1e12 * distributed.world_size):.1%}" if peak else ""
     memory = peak_memory(distributed.device)
-    print(f"{rate:,.0f} tokens/sec, {1000 * step:.2f} ms a step{mfu}, peak memory {memory:.2f} GB")
+    # a result has the energy of the step before
+    joules = statistics.fmean([energy(result.ranks) for result in results[SETTLING_STEPS + 1 :]] or [math.nan])
+    power = f", {1000 * joules / results[-1].tokens:.3g} mJ a token" if math.isfinite(joules) else ""
+    print(f"{rate:,.0f} tokens/sec, {1000 * step:.2f} ms a step{mfu}, peak memory {memory:.2f} GB{power}")
     devices = f"{distributed.world_size} × {environment(distributed.device)['hardware']}"
     devices += f", {fsdp.describe(config, distributed)}" if distributed.world_size > 1 else ""
-    print(f"first step {seconds[0]:.1f} s; {devices}; PyTorch {torch.__version__}")
+    print(f"first step {results[0].seconds:.1f} s; {devices}; PyTorch {torch.__version__}")
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ import tyro
 
 from checkpoints.run_folder import flags_file_of
 from common import flag_file
+from common.bounds import check_bounds
 from common.cli import Note, UserError, arguments, given, spell_switches
 from common.peer_flags import HINTS
 from observe import evaluation, profiler
@@ -233,6 +234,8 @@ class Measuring:
     """Steps measured on each rung or cell of a sweep, after a few that warm up: no evaluations, no checkpoints."""
     profile: int = 0
     """Trace this many steps with PyTorch's profiler and print where their time went; 0 is off."""
+    memory_snapshot: int = 0
+    """Record this many steps' allocations on a GPU, for PyTorch's memory viewer; 0 is off."""
 
 
 GROUPS = (Basics, Model, Data, Speed, Recipe, SeveralGPUs, Evaluation, Checkpoints, Logging, Measuring)
@@ -309,7 +312,7 @@ def resolve(config, distributed, free_memory=None, pretrained=None, resumed=None
     check_bounds(config)
     if config.rungs != "all":
         raise UserError("--rungs chooses rungs of the ladder: add --ladder")
-    profiler.check_steps(config, step)
+    profiler.check_steps(config, step, distributed.device)
     new = dataclasses.replace(config)
     set_sizes(new, pretrained, resumed)
     if new.device == "auto":
@@ -370,29 +373,3 @@ def set_sizes(config, pretrained, resumed):
                 f"{name} is {getattr(config, name)}, but {getattr(pretrained, name)} in {resumed}: --resume "
                 f"{Path(resumed).parent} continues with that run's flags; a new run needs another --run_name"
             )
-
-
-def check_bounds(config):
-    """Raises UserError for a number that no run can have."""
-    positive = "n_layer n_head n_embd seq_len micro_batch_size total_batch_size max_steps val_tokens ladder_steps "
-    positive += "keep_checkpoints max_bad_steps shard_ranks tensor context hellaswag_limit"
-    zero_or_more = "val_every hellaswag_every sample_every checkpoint_every seed profile lr min_lr_ratio warmup_steps "
-    zero_or_more += "weight_decay grad_clip batch_warmup_steps adamw_lr"
-    for bound, names in ((1, positive), (0, zero_or_more)):
-        for name in names.split():
-            value = getattr(config, name)
-            if value is not None and not value >= bound:
-                raise UserError(f"--{name} {value}: it must be at least {bound}")
-    if config.peak_tflops is not None and not config.peak_tflops > 0:
-        raise UserError(f"--peak_tflops {config.peak_tflops}: it must be above 0")
-    if config.seed >= 2**63:
-        raise UserError(f"--seed {config.seed}: it must be below 2^63")
-    if not 0 <= config.cooldown_ratio <= 1:
-        raise UserError(f"--cooldown_ratio {config.cooldown_ratio}: it must be from 0 to 1")
-    for name in ("beta1", "beta2", "momentum"):
-        if not 0 <= getattr(config, name) < 1:
-            raise UserError(f"--{name} {getattr(config, name)}: it must be at least 0 and below 1")
-    if config.adamw_states == "bf16" and max(config.beta1, config.beta2) > 1 - 2**-8:
-        raise UserError(
-            "--adamw_states bf16 needs --beta1 and --beta2 of at most 0.996: bf16 rounds a slower decay away"
-        )

@@ -125,6 +125,12 @@ def make_batches(pairs, seq_len, tokens, widths):
     return batches, torch.from_numpy(ends - starts)
 
 
+def items_of_run(config):
+    """The MultipleChoice of the items that a run evaluates, in batches of a training micro-batch's tokens."""
+    items = load_items(config.hellaswag_data, config.hellaswag_limit)
+    return MultipleChoice(items, config.seq_len, config.micro_batch_size * config.seq_len)
+
+
 class MultipleChoice:
     """Items of load_items as batches, and the accuracy of a model on them.
 

@@ -13,17 +13,18 @@ import dataclasses
 import itertools
 import os
 import sys
-import typing
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 from tqdm import tqdm
 
-from common.cli import Note, UserError, parse, read_value, run
+from common.bounds import check_bounds
+from common.cli import Note, UserError, parse, run
 from common.device import choose_device_type
 from common.peer_flags import HINTS
-from config import GROUPS, Config, check_bounds, defaults, flags
+from common.sweep_axes import read_axis
+from config import GROUPS, Config, defaults, flags
 from data.shards import open_shards
 from observe import figures, time_to_loss
 from observe.figures import describe
@@ -38,11 +39,6 @@ from parallel.rendezvous import launched
 FIRST_MICRO_BATCH = 16  # of the first rungs on a GPU, halved until it fits; an 80 GB A100 can hold it
 LONG_RUN_VAL_TOKENS = 2621440  # at most, in each of some 20 validations
 EVALUATIONS = ("val_every", "hellaswag_every", "sample_every", "checkpoint_every")  # off in a measurement
-
-# Flags that a measurement sets itself, or that have no effect in it
-NOT_SWEPT = "demo ladder config resume rungs ladder_steps profile max_steps batch_warmup_steps log_dir run_name".split()
-NOT_SWEPT += "wandb wandb_group wandb_project peak_tflops val_tokens hellaswag_data hellaswag_limit".split()
-NOT_SWEPT += [*EVALUATIONS, "parallel", "shard_ranks", "tensor", "context", "overlap_gradients", "bf16_gradients"]
 
 
 @dataclass
@@ -94,8 +90,8 @@ def main():
 def check(config):
     """Raises UserError if every run would fail."""
     check_bounds(config)
-    if config.profile:
-        raise UserError("--profile is for a single run: tracing would slow down what is measured here")
+    if config.profile or config.memory_snapshot:
+        raise UserError("--profile and --memory_snapshot are for a single run: both slow down what is measured here")
     if not config.demo:
         open_shards(config.data_dir, "train")
 
@@ -349,7 +345,7 @@ def sweep(config):
         raise UserError("a sweep measures one process at a time: start it with python, not with torchrun")
     if not config.sweep:
         raise UserError("--sweep needs at least one flag and its values, as micro_batch_size=8,16")
-    axes = dict(read_axis(text) for text in config.sweep)
+    axes = dict(read_axis(text, Config) for text in config.sweep)
     if len(axes) < len(config.sweep):
         raise UserError("--sweep names a flag twice")
     check(config)
@@ -376,23 +372,6 @@ def sweep(config):
     print(winner(done))
     print(f"{folder}/ has sweep.md, sweep.json, sweep.png and every run")
     report_failures(results)
-
-
-def read_axis(text):
-    """ "micro_batch_size=8,16" as ("micro_batch_size", [8, 16]). Raises UserError for a bad flag or bad values."""
-    name, _, values = text.partition("=")
-    if name in NOT_SWEPT:
-        raise UserError(f"--sweep {text}: a sweep sets or ignores {name}")
-    types = typing.get_type_hints(Config)
-    if name not in types or not values:
-        raise UserError(f"--sweep {text}: it takes a flag of train_gpt2.py and its values, as micro_batch_size=8,16")
-    try:
-        converted = [read_value(name, types[name], value) for value in values.split(",")]
-    except UserError as error:
-        raise UserError(f"--sweep {text}: {error}") from error
-    if len(set(converted)) < len(converted):
-        raise UserError(f"--sweep {text} names a value twice")
-    return name, converted
 
 
 if __name__ == "__main__":

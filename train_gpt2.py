@@ -10,7 +10,6 @@ Every optimization is a flag: see --help. The plan is printed before the first s
 
 import common.interrupt  # first: Ctrl-C during the other imports
 
-import contextlib
 import math
 import sys
 import time
@@ -30,12 +29,13 @@ from common.signals import Stopped, StopSignal
 from config import Config, defaults, flags_that_matter, refuse_unavailable_flags, resolve
 from data import demo
 from data.loader import Loader, open_streams
-from hellaswag import MultipleChoice, load_items
+from hellaswag import items_of_run
 from model import GPT, GPTConfig
-from observe import profiler
-from observe.evaluation import validation_loss
+from observe import hang, profiler
+from observe.evaluation import bits_per_byte, validation_loss
 from observe.hardware import flops_per_token
 from observe.plan import print_plan, print_summary
+from observe.ranks import RankMonitor
 from observe.run_log import RunLog
 from optim.optimizer import make_optimizer, update_if_finite
 from optim.schedules import accumulation_steps, learning_rate
@@ -70,9 +70,10 @@ class Trainer:
     model: GPT  # the plain module, which is saved and sampled from
     forward: Callable  # the same weights, compiled: for evaluations
     train_forward: Callable  # forward, wrapped in DDP
-    autocast: contextlib.AbstractContextManager
+    autocast: torch.autocast
     optimizer: torch.optim.Optimizer
     scaler: torch.amp.GradScaler
+    monitor: RankMonitor
 
 
 def build(config, distributed, weights=None, sizes=None):
@@ -112,7 +113,8 @@ def build(config, distributed, weights=None, sizes=None):
     # ddp: each rank has all weights and a share of the batch; the last backward averages gradients over the ranks
     train_forward = wrap_ddp(forward, config, distributed)
     optimizer = make_optimizer(model, config)
-    return Trainer(config, distributed, model, forward, train_forward, autocast, optimizer, scaler)
+    monitor = RankMonitor(model, train_forward, distributed)
+    return Trainer(config, distributed, model, forward, train_forward, autocast, optimizer, scaler, monitor)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -127,6 +129,8 @@ class StepResult:
     finite: bool  # whether the step counts; fp16 may skip the update of a finite step to lower its loss scale
     loss_scale: float | None  # fp16's
     stop: bool  # some rank has received a stop signal
+    seconds: float  # of the whole step, data loading included
+    ranks: list  # each rank's RankReport of the step before
 
 
 def train_step(trainer, step, next_batch, stop_signal=None):
@@ -135,7 +139,9 @@ def train_step(trainer, step, next_batch, stop_signal=None):
     next_batch(): inputs and targets, (B, T) int64 each. Raises Stopped if a signal stopped the step between
     micro-batches, before any weight changed: on one rank only, several ranks finish the step.
     """
+    trainer.monitor.start_step()
     config, distributed, scaler = trainer.config, trainer.distributed, trainer.scaler
+    world_size = distributed.world_size
     micro_steps = accumulation_steps(step, config, distributed.data_size)
     for group in trainer.optimizer.param_groups:
         group["lr"] = learning_rate(step, config, group["peak"])
@@ -149,25 +155,25 @@ def train_step(trainer, step, next_batch, stop_signal=None):
                 loss = trainer.train_forward(x, y) / micro_steps
             scaler.scale(loss).backward()
         loss_sum += loss.detach()
-        if stop_signal and stop_signal.name and distributed.world_size == 1 and not last:
+        if stop_signal and stop_signal.name and world_size == 1 and not last:
             raise Stopped
     scaler.unscale_(trainer.optimizer)
     norm = torch.nn.utils.clip_grad_norm_(trainer.model.parameters(), config.grad_clip or float("inf"))
     norm = fsdp.full_tensor(norm)
     stop = bool(stop_signal and stop_signal.name)
-    wait = distributed.begin_all_reduce(loss_sum / distributed.world_size, norm / distributed.world_size, stop)
+    wait = distributed.begin_all_reduce(loss_sum / world_size, norm / world_size, stop, trainer.monitor.report())
     update_if_finite(trainer.optimizer, scaler, norm)
     zero_gradients(trainer.optimizer, trainer.train_forward)
     if config.fp8:
         from kernels import fp8
 
         fp8.update_scales(trainer.model, micro_steps)
-    loss, norm, stop = wait()  # waits for the norm, not for the update: the next step is queued behind the update
+    loss, norm, stop, *reports = wait()  # waits for the norm, not for the update: the next step is queued behind it
     scale = scaler.get_scale() if scaler.is_enabled() else None
     # overflow is how GradScaler finds its scale: a norm that is not finite counts only at a scale below 1
     finite = math.isfinite(loss if scale and scale >= 1 else loss + norm)
     tokens = micro_steps * config.micro_batch_size * config.seq_len * distributed.data_size
-    return StepResult(loss, norm, tokens, finite, scale, stop > 0)
+    return StepResult(loss, norm, tokens, finite, scale, stop > 0, *trainer.monitor.end_step(reports))
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -187,10 +193,7 @@ def train(flags, distributed, given_flags):
         distributed.on_main(lambda: demo.make_data(config.data_dir))
     train_stream, val_stream, data = open_streams(config)
     notes += resume.changed_data(start, config, data, train_stream.total)
-    hellaswag = None
-    if config.hellaswag_every:
-        tokens = config.micro_batch_size * config.seq_len
-        hellaswag = MultipleChoice(load_items(config.hellaswag_data, config.hellaswag_limit), config.seq_len, tokens)
+    hellaswag = items_of_run(config) if config.hellaswag_every else None
     place = (distributed.device, distributed.data_rank, distributed.data_size)
     loader = Loader(train_stream, config.micro_batch_size, config.seq_len, *place)
     trainer = build(config, distributed, start.weights, start.sizes)
@@ -204,8 +207,8 @@ def train(flags, distributed, given_flags):
     if log:  # on rank 0
         print_plan(trainer, notes, start, train_stream, val_stream, hellaswag, log, plan_switches(config))
     checkpointer = Checkpointer(trainer, loader, data, log, start.step)
-    tracer = profiler.start(config, trainer.model.config, log, start.step) if log and config.profile else None
-    with out_of_memory(less_memory(config.micro_batch_size)):
+    tracer = profiler.start(config, trainer.model.config, log, start.step) if log else None
+    with out_of_memory(less_memory(config.micro_batch_size)), hang.watch(checkpointer.folder, distributed):
         loop(trainer, loader, val_stream, hellaswag, checkpointer, log, tracer, start)
 
 
@@ -227,7 +230,6 @@ def loop(trainer, loader, val_stream, hellaswag, checkpointer, log, tracer, star
                 evaluate_if_due(trainer, step, tokens, val_stream, hellaswag, log, stop_signal)
             if last:
                 break
-            began = time.perf_counter()
             result = train_step(trainer, step, loader.next_batch, stop_signal)
         except Stopped:  # between batches, on all ranks: nothing of this evaluation or step is kept
             stopping = True
@@ -236,9 +238,7 @@ def loop(trainer, loader, val_stream, hellaswag, checkpointer, log, tracer, star
         tokens += result.tokens
         bad_steps = 0 if result.finite else bad_steps + 1
         if log:
-            lr, seconds = learning_rate(step, config, config.lr), time.perf_counter() - began
-            loss, norm, scale = result.loss, result.grad_norm, result.loss_scale
-            log.train_step(step, tokens, result.tokens, loss, lr, norm, seconds, scale, bad_steps)
+            log.train_step(step, tokens, result, learning_rate(step, config, config.lr), bad_steps)
         if tracer:
             tracer.step()
         step += 1
@@ -279,7 +279,7 @@ def evaluate_if_due(trainer, step, tokens, val_stream, hellaswag, log, stop_sign
         with fsdp.gathered(model, config):
             loss = validation_loss(losses_of, val_stream, config, distributed, stop_signal)
         if log:
-            log.validation(step, tokens, loss, time.perf_counter() - began)
+            log.validation(step, tokens, loss, time.perf_counter() - began, bits_per_byte(loss, val_stream, config))
     if hellaswag and due(config.hellaswag_every):
         began = time.perf_counter()
         with fsdp.gathered(model, config):

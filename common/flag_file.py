@@ -8,7 +8,7 @@ from common.cli import UserError, first_line, read_value, unknown
 from common.files import atomic_write, open_regular
 
 # not written: they are of one start of a run, not of what it trains
-OF_ONE_RUN = "config", "resume", "run_name", "allow_other_data", "ladder", "profile"
+OF_ONE_RUN = "config", "resume", "run_name", "allow_other_data", "ladder", "profile", "memory_snapshot"
 
 
 def read(path, flags_type, hints):

@@ -139,6 +139,7 @@ HINTS = {
     "run_id": "use --run_name",
     "model_tag": "use --run_name",
     "enable_profiling": "use --profile, the number of steps to trace",
+    "enable_memory_snapshot": "use --memory_snapshot, the number of steps to record",
     "config_file": "use --config",
     "job_config_file": "use --config",
 }

@@ -71,6 +71,16 @@ def get_tokenizer():
         ) from error
 
 
+@functools.cache
+def token_bytes():
+    """The length of each token's text in bytes of UTF-8: (VOCAB_SIZE,) int64. <|endoftext|> is not text: 0 bytes.
+
+    Raises UserError as get_tokenizer() does.
+    """
+    text = get_tokenizer().decode_single_token_bytes
+    return np.array([len(text(token)) for token in range(END_OF_TEXT)] + [0])
+
+
 def tokenize(texts):
     """Encode texts, each preceded by <|endoftext|>, into one array: (tokens,) uint16.
 

@@ -1,10 +1,15 @@
-"""The batches of an evaluation, the validation loss, and how many HellaSwag items a slow device evaluates."""
+"""The batches of an evaluation, the validation loss, bits per byte, and how many HellaSwag items a slow device
+evaluates."""
+
+import functools
+import math
 
 import torch
 
-from common.cli import Note
+from common.cli import Note, UserError
 from common.progress import progress
 from common.signals import Stopped
+from data.tokenizer import token_bytes
 
 SLOW_DEVICE_ITEMS = 32  # GPT-2 124M takes 0.3 s an item on two CPU cores, 50 minutes for all
 
@@ -34,6 +39,11 @@ def batches_of_rank(batches, title, distributed, stop_signal=None):
             raise Stopped
 
 
+def validation_sequences(stream, config):
+    """Number of sequences that a validation evaluates: the first val_tokens of the stream, at least one sequence."""
+    return max(1, min(config.val_tokens, stream.total - 1) // config.seq_len)
+
+
 @torch.no_grad()
 def validation_loss(losses_of, stream, config, distributed, stop_signal=None):
     """Mean loss over the first val_tokens of the stream, or over all, in whole sequences and at least one.
@@ -41,7 +51,7 @@ def validation_loss(losses_of, stream, config, distributed, stop_signal=None):
     The tokens are the same for any batch size, micro-batch size and number of ranks. Raises Stopped as batches_of_rank.
     """
     B, T, device = config.micro_batch_size, config.seq_len, distributed.device
-    sequences = max(1, min(config.val_tokens, stream.total - 1) // T)
+    sequences = validation_sequences(stream, config)
     sums = []
     for first in batches_of_rank(range(0, sequences, B), "validation", distributed, stop_signal):
         n = min(B, sequences - first)
@@ -52,3 +62,25 @@ def validation_loss(losses_of, stream, config, distributed, stop_signal=None):
         sums.append(losses_of(x, y).float().sum())
     total = torch.stack(sums).cpu().double().sum() if sums else 0.0
     return distributed.all_reduce(total)[0] / distributed.tensor / (sequences * T)
+
+
+def bits_per_byte(loss, stream, config):
+    """The validation loss in bits per byte of text, or None without a tokenizer. loss: nats per token.
+
+    The nats of all tokens, those of <|endoftext|> included, over the bytes of the text: the measure does not depend on
+    the tokenizer (Gao et al. 2020, "The Pile", section 3.1).
+    """
+    if missing_tokenizer():
+        return None
+    targets = stream.read(1, validation_sequences(stream, config) * config.seq_len)
+    size = max(1, int(token_bytes()[targets].sum()))  # a shard of <|endoftext|> alone has no byte
+    return loss * len(targets) / size / math.log(2)
+
+
+@functools.cache
+def missing_tokenizer():
+    """Why there is no tokenizer, or None: an evaluation without one goes on, and tries no second download."""
+    try:
+        token_bytes()
+    except UserError as error:
+        return str(error)

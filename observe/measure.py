@@ -36,7 +36,8 @@ def measure(arguments, folder, name, ranks, steps, bar):
     status is "done", "skipped" (this machine cannot run it), "stopped" (by a signal) or "failed" (a bug); all but
     "done" come with a reason.
     A done run has ms, tokens_per_sec and mfu (medians over the steps after SETTLING_STEPS), spread (interquartile range
-    of ms over its median), peak_gb, loss (of the last step), and facts (the run's config.json).
+    of ms over its median), peak_gb, mj_per_token (mean energy of all GPUs, or None), loss (of the last step), and facts
+    (the run's config.json).
     """
     launcher, options, module = "python", [], []
     if ranks > 1:
@@ -92,6 +93,10 @@ def measure(arguments, folder, name, ranks, steps, bar):
     ms = [row["step_ms"] for row in rows[SETTLING_STEPS:]]
     quartiles = statistics.quantiles(ms, n=4) if len(ms) > 1 else ms * 3
     medians["spread"] = (quartiles[2] - quartiles[0]) / quartiles[1]
+    # a row has the energy of the step before
+    joules = [row["joules"] for row in rows[SETTLING_STEPS + 1 :] if "joules" in row]
+    step_tokens = rows[-1]["tokens"] - rows[-2]["tokens"]
+    medians["mj_per_token"] = 1000 * statistics.mean(joules) / step_tokens if joules else None
     result |= medians | dict(peak_gb=rows[-1]["peak_gb"], loss=rows[-1]["train_loss"], facts=facts)
     write_json(kept, result)
     return result

@@ -1,7 +1,8 @@
 """The lines printed before the first step (the plan) and after the last one (the summary)."""
 
 from checkpoints.run_folder import checkpoints_of
-from common.cli import python_command
+from common.cli import Note, python_command
+from observe import evaluation
 from observe.hardware import peak_memory
 from optim.schedules import accumulation_steps
 from parallel import fsdp
@@ -36,7 +37,7 @@ def print_plan(trainer, notes, start, train_stream, val_stream, hellaswag, log, 
     if config.batch_warmup_steps:
         batch += f", reached after {config.batch_warmup_steps} steps"
     data = f"{len(train_stream.shards)} train shards, {train_stream.total:,} tokens; "
-    evaluated = max(1, min(config.val_tokens, val_stream.total - 1) // config.seq_len) * config.seq_len
+    evaluated = evaluation.validation_sequences(val_stream, config) * config.seq_len
     data += f"{len(val_stream.shards)} val, {evaluated:,} of {val_stream.total:,} tokens"
     recipe = f"{config.optimizer}, lr {config.lr:g}, {config.warmup_steps} warm-up steps, then {config.lr_schedule}"
     if config.adamw_states != "float32":
@@ -44,6 +45,10 @@ def print_plan(trainer, notes, start, train_stream, val_stream, hellaswag, log, 
     mfu = "unknown for this device: give --peak_tflops"
     if log.peak_flops:
         mfu = f"relative to {log.peak_flops / 1e12 / world_size:g} TFLOP/s a device"
+    if config.val_every and (problem := evaluation.missing_tokenizer()):
+        notes = [*notes, Note("bits_per_byte", False, problem)]
+    if trainer.monitor.power.problem:
+        notes = [*notes, Note("power", False, trainer.monitor.power.problem)]
     cuda = f", CUDA {facts['cuda']}" if facts["cuda"] else ""
     lines = [
         ("device", f"{world_size} × {facts['hardware']}; PyTorch {facts['torch']}{cuda}"),
@@ -84,6 +89,8 @@ def print_summary(config, log, tokens, figure):
             f"validation loss {log.val_losses[first]:.4f} -> {log.val_losses[last]:.4f} in {last - first} steps; "
             f"{tokens:,} tokens in all"
         )
+    for line in log.ranks.table():
+        print(line)
     print(f"peak memory {peak_memory(log.device):.2f} GB")
     print(f"log: {log.folder}/ (log.txt, metrics.jsonl, config.json, flags.yaml)")
     if figure:

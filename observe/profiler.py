@@ -1,4 +1,5 @@
-"""--profile: PyTorch's profiler over a few steps, time summed by category of kernel, and the roofline."""
+"""--profile: PyTorch's profiler over a few steps, time summed by category of kernel, and the roofline.
+--memory_snapshot: a few steps' allocations, for PyTorch's memory viewer."""
 
 import gzip
 import json
@@ -36,26 +37,36 @@ def category_of(name):
     return next(category for category, pattern in CATEGORIES.items() if re.search(pattern, name.lower()))
 
 
-def check_steps(config, step):
-    """Raises UserError if a run at `step` ends before --profile has traced its steps, or evaluates among them."""
-    traced = range(step + SETTLING_STEPS, step + SETTLING_STEPS + config.profile)
-    if config.profile and config.max_steps < traced.stop:
-        raise UserError(
-            f"--profile {config.profile} starts after {SETTLING_STEPS} steps: use --max_steps {traced.stop} or more"
-        )
+def check_steps(config, step, device):
+    """Raises UserError if a run at `step` ends before --profile or --memory_snapshot has traced its steps, or evaluates
+    among them, and for a memory snapshot of another device than a GPU."""
+    if config.profile and config.memory_snapshot:
+        raise UserError("--profile and --memory_snapshot would slow each other down: use one at a time")
+    if config.memory_snapshot and device.type != "cuda":
+        raise UserError(f"--memory_snapshot records a GPU's allocations, and this is {device.type}: leave it out")
+    flag = "memory_snapshot" if config.memory_snapshot else "profile"
+    steps = getattr(config, flag)
+    traced = range(step + SETTLING_STEPS, step + SETTLING_STEPS + steps)
+    if steps and config.max_steps < traced.stop:
+        raise UserError(f"--{flag} {steps} starts after {SETTLING_STEPS} steps: use --max_steps {traced.stop} or more")
     for name in ("val_every", "hellaswag_every", "sample_every", "checkpoint_every"):
         every = getattr(config, name)
         if every and any(step % every == 0 for step in traced):
-            raise UserError(f"--{name} {every} falls among the steps that --profile traces: use --{name} 0")
+            raise UserError(f"--{name} {every} falls among the steps that --{flag} traces: use --{name} 0")
 
 
 def start(config, model_config, log, step):
-    """A running torch.profiler.profile; call its step() after every training step.
+    """An object whose step() is to be called after every training step: a running torch.profiler.profile, or a
+    MemorySnapshot; None without both flags.
 
-    It traces config.profile steps, SETTLING_STEPS after `step`, with the time between them. After the last of them it
-    prints the table and writes trace.json.gz, profile.json and, if the roofline is known, roofline.png to the run's
-    folder.
+    The profiler traces config.profile steps, SETTLING_STEPS after `step`, with the time between them. After the last of
+    them it prints the table and writes trace.json.gz, profile.json and, if the roofline is known, roofline.png to the
+    run's folder.
     """
+    if config.memory_snapshot:
+        return MemorySnapshot(config.memory_snapshot, log.folder)
+    if not config.profile:
+        return None
     # Kineto logs its start and stop at level 5, errors at 4; gpu_seconds() raises an error if the trace has no kernel
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")
     activities = [torch.profiler.ProfilerActivity.CPU]
@@ -69,6 +80,27 @@ def start(config, model_config, log, step):
     )
     profile.start()
     return profile
+
+
+class MemorySnapshot:
+    """Records allocations with their Python stacks for `steps` steps, SETTLING_STEPS after its start, and writes them
+    to memory_snapshot.pickle in the run's folder.
+
+    https://docs.pytorch.org/docs/stable/torch_cuda_memory.html
+    """
+
+    def __init__(self, steps, folder):
+        self.steps, self.path = steps, folder / "memory_snapshot.pickle"
+        self._done = 0
+
+    def step(self):
+        self._done += 1
+        if self._done == SETTLING_STEPS:
+            torch.cuda.memory._record_memory_history(stacks="python")  # C++ stacks take minutes to write
+        if self._done == SETTLING_STEPS + self.steps:
+            torch.cuda.memory._dump_snapshot(str(self.path))
+            torch.cuda.memory._record_memory_history(enabled=None)
+            print(f"memory of {self.steps} steps: {self.path} (open it in https://docs.pytorch.org/memory_viz)")
 
 
 def report(profile, config, model_config, log, first):

@@ -25,6 +25,7 @@ from common.files import atomic_write, write_json
 from data.shards import dataset_name
 from observe.hardware import environment, peak_memory, peak_tflops
 from observe.log_file import LogFile
+from observe.ranks import RankHistory
 from observe.wandb_page import WandbPage
 
 SPIKE = 5  # a loss this many standard deviations above the mean of the last SPIKE_WINDOW losses is marked
@@ -80,6 +81,7 @@ class RunLog:
         self.val_losses = {step: value for step, stream, value in lines if stream == "val"}
         train_losses = [value for _, stream, value in lines if stream == "train" and math.isfinite(value)]
         self._losses = collections.deque(train_losses, maxlen=SPIKE_WINDOW)
+        self.ranks = RankHistory()
         self._first_end = None  # (step, time) of the end of this process's first step
         self._error = None  # the OSError of the last attempt to write the folder
         self._lost = None  # what a deleted folder has lost, in words
@@ -92,43 +94,53 @@ class RunLog:
     # ------------------------------------------------------------------------------------------------------------------
     # Training reports
 
-    def train_step(self, step, tokens, step_tokens, loss, lr, grad_norm, seconds, loss_scale=None, bad_steps=0):
-        """Print and log a step that has just ended.
+    def train_step(self, step, tokens, result, lr, bad_steps=0):
+        """Print and log a step that has just ended, a train_gpt2.StepResult.
 
-        tokens: trained on so far, this step included; step_tokens and seconds: of this step; loss in nats per token.
-        bad_steps: consecutive steps, up to this one, with a loss or gradient that is not finite; they are skipped.
+        tokens: trained on so far, this step included. bad_steps: consecutive steps, up to this one, with a loss or
+        gradient that is not finite; they are skipped.
         """
+        loss, seconds = result.loss, result.seconds
         deviations = self._spike(loss)
         seconds_left = self._seconds_left(step)
-        rate = step_tokens / seconds
+        rate = result.tokens / seconds
         mfu = rate * self.flops_per_token / self.peak_flops if self.peak_flops else None
-        columns = [f"loss {loss:.6f}", f"lr {lr:.4e}", f"norm {grad_norm:.4f}", f"{seconds * 1000:.2f} ms"]
+        columns = [f"loss {loss:.6f}", f"lr {lr:.4e}", f"norm {result.grad_norm:.4f}", f"{seconds * 1000:.2f} ms"]
         columns.append(f"{rate:,.0f} tok/s")
         if mfu:
             columns.append(f"MFU {mfu:.1%}")
         columns.append("time left unknown" if seconds_left is None else f"{duration(seconds_left)} left")
+        of_ranks, slow_rank = self.ranks.add(result.ranks)
+        if slow_rank:
+            columns.append(slow_rank)
         if bad_steps:
             columns.append(f"not finite, skipped ({bad_steps} in a row)")
         if deviations:
             columns.append(f"spike, {deviations:.0f} standard deviations")
         self._print(step, *columns)
-        values = dict(train_loss=loss, lr=lr, grad_norm=grad_norm, step_ms=seconds * 1000, tokens_per_sec=rate, mfu=mfu)
-        values["peak_gb"] = peak_memory(self.device)
+        values = dict(train_loss=loss, lr=lr, grad_norm=result.grad_norm, step_ms=seconds * 1000, tokens_per_sec=rate)
+        values |= dict(mfu=mfu, peak_gb=peak_memory(self.device), **of_ranks)
         if bad_steps:
             values["bad_steps"] = bad_steps
         if deviations:
             values["spike"] = deviations
-        if loss_scale is not None:
-            values["loss_scale"] = loss_scale
+        if result.loss_scale is not None:
+            values["loss_scale"] = result.loss_scale
         self._record(step, tokens, values, f"{step} train {loss:.6f}\n")
+        own_ms = values.pop("own_ms", [])
         page = {f"train/{name.removeprefix('train_')}": value for name, value in values.items() if value is not None}
+        page |= {f"ranks/own_ms_{rank}": ms for rank, ms in enumerate(own_ms)}
         self.wandb.log(step, {"loss/train": loss} | page | dict(tokens=tokens))
 
-    def validation(self, step, tokens, loss, seconds):
-        """Print and log a validation loss, in nats per token."""
+    def validation(self, step, tokens, loss, seconds, bits_per_byte=None):
+        """Print and log a validation loss, in nats per token, and in bits per byte if there is a tokenizer."""
         self.val_losses[step] = loss
-        self._print(step, f"validation loss {loss:.4f}", f"{seconds:.1f} s")
-        self._evaluation(step, tokens, f"{step} val {loss:.4f}\n", dict(val_loss=loss))
+        columns, values = [f"validation loss {loss:.4f}"], dict(val_loss=loss)
+        if bits_per_byte is not None:
+            columns.append(f"{bits_per_byte:.4f} bits/byte")
+            values["val_bits_per_byte"] = bits_per_byte
+        self._print(step, *columns, f"{seconds:.1f} s")
+        self._evaluation(step, tokens, f"{step} val {loss:.4f}\n", values)
 
     def hellaswag(self, step, tokens, acc, acc_norm, items, seconds):
         """Print and log accuracies between 0 and 1; log.txt has acc_norm, GPT-2's usual measure."""

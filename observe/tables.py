@@ -2,9 +2,9 @@
 
 from observe.figures import describe, uneven, word
 
-COLUMNS = ("rung", "ms a step", "tokens/sec", "× before", "× first", "MFU", "peak GB", "loss")
-MEASURES = (1, 2, 5, 6)  # the columns that a sweep has too
-WIDTHS = (28, 10, 11, 8, 8, 6, 8, 8)
+COLUMNS = ("rung", "ms a step", "tokens/sec", "× before", "× first", "MFU", "peak GB", "mJ/token", "loss")
+MEASURES = (1, 2, 5, 6, 7)  # the columns that a sweep has too
+WIDTHS = (28, 10, 11, 8, 8, 6, 8, 8, 8)
 
 
 def cells(result, results):
@@ -21,6 +21,7 @@ def cells(result, results):
         f"{rate / done[0]['tokens_per_sec']:.2f}",
         f"{result['mfu']:.1%}" if result["mfu"] else "–",
         f"{result['peak_gb']:.2f}",
+        "–" if result["mj_per_token"] is None else f"{result['mj_per_token']:.3g}",
         "–" if result["loss"] is None else f"{result['loss']:.4f}",
     ]
 

@@ -53,7 +53,7 @@ class Distributed:
         return self.rank == 0
 
     def all_reduce(self, *values):
-        """The sum over all ranks of each number (or 0-dimensional tensor), in float64: a list of floats."""
+        """The sum over all ranks of each number and each element of a tensor, in float64: a list of floats."""
         return self.begin_all_reduce(*values)()
 
     def begin_all_reduce(self, *values):
@@ -70,11 +70,16 @@ class Distributed:
 
     def _begin(self, values, operation):
         if not dist.is_initialized() and self.device.type != "cuda":
-            return lambda: [float(value) for value in values]
+            return lambda: [float(x) for v in values for x in (v.flatten() if isinstance(v, torch.Tensor) else [v])]
         # one tensor on the device, so that the host waits for the device once
         options = dict(dtype=torch.float64, device=self.device)
-        values = [v.to(**options) if isinstance(v, torch.Tensor) else torch.full((), v, **options) for v in values]
-        result = torch.stack(values)
+        values = [
+            v.to(**options, non_blocking=True).flatten()
+            if isinstance(v, torch.Tensor)
+            else torch.full((1,), v, **options)
+            for v in values
+        ]
+        result = torch.cat(values)
         if dist.is_initialized():
             dist.all_reduce(result, operation)
         if self.device.type != "cuda":

@@ -105,6 +105,7 @@ def test_validation_is_the_mean_over_its_tokens(train, corpus):
         with torch.no_grad():
             expected = sum(model(x[i : i + 1], y[i : i + 1]).item() for i in range(sequences)) / sequences
         assert logged(shown, "val")[-1] == pytest.approx(expected, abs=1e-4)
+        assert 0 < metrics(shown)[-1]["val_bits_per_byte"] < expected  # random tokens have several bytes each
 
 
 COUNT_REDUCTIONS = """

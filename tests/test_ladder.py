@@ -13,6 +13,7 @@ from conftest import ROOT, TINY, expect_error, logged, metrics
 
 import ladder
 from common.cli import UserError, parse
+from common.sweep_axes import read_axis
 from config import Config, defaults
 from observe import measure
 from observe.measure import SETTLING_STEPS
@@ -199,10 +200,10 @@ def test_a_sweep_finds_the_best_and_survives_the_worst(train):
 
 
 def test_axes():
-    assert ladder.read_axis("micro_batch_size=8,16") == ("micro_batch_size", [8, 16])
-    assert ladder.read_axis("compile=on,off") == ("compile", [True, False])
-    assert ladder.read_axis("lr=1e-3") == ("lr", [1e-3])
-    assert ladder.read_axis("model=gpt2,gpt2-xl") == ("model", ["gpt2", "gpt2-xl"])
+    assert read_axis("micro_batch_size=8,16", Config) == ("micro_batch_size", [8, 16])
+    assert read_axis("compile=on,off", Config) == ("compile", [True, False])
+    assert read_axis("lr=1e-3", Config) == ("lr", [1e-3])
+    assert read_axis("model=gpt2,gpt2-xl", Config) == ("model", ["gpt2", "gpt2-xl"])
     for text in (
         "batch=1",
         "flash",
@@ -215,7 +216,7 @@ def test_axes():
         "parallel=ddp,zero3",
     ):
         with pytest.raises(UserError, match="--sweep " + text):
-            ladder.read_axis(text)
+            read_axis(text, Config)
 
 
 def test_why_a_run_ended():
@@ -300,7 +301,10 @@ def canned(monkeypatch, corpus, tmp_path):
 
 def done(config, rate):
     facts = dict(vars(config), world_size=1, hardware="none", torch="2", cuda=None)
-    return dict(status="done", ms=1.0, tokens_per_sec=rate, mfu=None, spread=0, peak_gb=1.0, loss=9.0, facts=facts)
+    energy = dict(mj_per_token=None)
+    return dict(
+        status="done", ms=1.0, tokens_per_sec=rate, mfu=None, spread=0, peak_gb=1.0, loss=9.0, facts=facts, **energy
+    )
 
 
 def test_the_first_micro_batch_is_halved_until_it_fits(canned, monkeypatch):

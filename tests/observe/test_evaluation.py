@@ -1,4 +1,5 @@
 import json
+import math
 
 import pytest
 import torch
@@ -6,9 +7,11 @@ from conftest import ALONE, ROOT, make_items, metrics
 
 from config import Config
 from data.loader import TokenStream
-from data.shards import open_shards
+from data.shards import open_shards, write_shard
+from data.tokenizer import tokenize
 from model import GPT, GPTConfig
-from observe.evaluation import validation_loss
+from observe import evaluation
+from observe.evaluation import bits_per_byte, validation_loss
 from parallel.process_group import Distributed
 
 
@@ -25,6 +28,18 @@ def test_validation_has_the_same_tokens_for_every_batch_and_number_of_ranks(corp
             ranks = [Distributed(rank, 3, torch.device("cpu")) for rank in range(3)]  # without a group each has a part
             parts = [validation_loss(losses_of, stream, config, rank) for rank in ranks]
             assert sum(parts) == pytest.approx(expected, abs=1e-5)
+
+
+def test_bits_per_byte_count_the_bytes_of_the_text(tmp_path, monkeypatch):
+    """Not the tokens, and no byte for <|endoftext|>."""
+    texts = ["naïve 日本語 🙂, and the rest is English.", "\x00\ufffd  two", "<|endoftext|>"]
+    tokens = tokenize(texts)
+    write_shard(tmp_path / "edufineweb_val_000000.npy", tokens)
+    stream, size = TokenStream(open_shards(tmp_path, "val")), len("".join(texts).encode())
+    nats = 2.5 * (len(tokens) - 1)
+    assert bits_per_byte(2.5, stream, Config(seq_len=1)) == pytest.approx(nats / size / math.log(2), rel=1e-12)
+    monkeypatch.setattr(evaluation, "missing_tokenizer", lambda: "no network")
+    assert bits_per_byte(2.5, stream, Config(seq_len=1)) is None
 
 
 STOP_IN_AN_EVALUATION = """

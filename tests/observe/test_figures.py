@@ -13,6 +13,7 @@ def rung(name, rate, spread=0.01):
         mfu=None,
         spread=spread,
         peak_gb=1.0,
+        mj_per_token=None if name == "baseline" else 1.1749,
         loss=9.0,
         facts=FACTS,
     )
@@ -34,8 +35,8 @@ def test_a_ladder_has_one_unit_and_marks_uneven_steps(tmp_path, monkeypatch):
     names = [label.get_text() for label in speed.get_yticklabels()]
     assert names == ["baseline", "+ tf32\nuneven steps: 45%"]
     lines = tables.markdown(results).splitlines()
-    assert lines[2].startswith("| baseline | 1.00 | 44,332 |")
-    assert lines[3].startswith("| + tf32 | 1.00 (uneven steps: 45%) | 1,167,250 |")
+    assert lines[2].startswith("| baseline | 1.00 | 44,332 |") and lines[2].endswith("| 1.00 | – | 9.0000 |")
+    assert lines[3].startswith("| + tf32 | 1.00 (uneven steps: 45%) | 1,167,250 |") and "| 1.00 | 1.17 |" in lines[3]
     sweep = tables.sweep_markdown(dict(lr=[1]), [results[1] | dict(cell=dict(lr=1))])
     assert "| 1 | 1.00 (uneven steps: 45%) |" in sweep
 

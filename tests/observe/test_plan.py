@@ -6,7 +6,9 @@ import torch
 from common.cli import python_command
 from config import Config
 from model import GPT, GPTConfig
+from observe import evaluation
 from observe.plan import print_plan, print_summary, tokens_to_train
+from observe.ranks import RankMonitor
 from observe.run_log import RunLog
 from optim.schedules import accumulation_steps
 from optimizations import Note
@@ -26,7 +28,9 @@ def plan(capsys, config, log, world_size, notes=(), step=0, tokens=0, hellaswag=
     sizes = {name: TINY[name] for name in ("n_layer", "n_head", "n_embd", "seq_len")}
     with torch.device("meta"):
         model = GPT(GPTConfig(**sizes))
-    trainer = SimpleNamespace(config=config, model=model, distributed=Distributed(0, world_size, CPU))
+    distributed = Distributed(0, world_size, CPU)
+    monitor = RankMonitor(model, model, distributed)
+    trainer = SimpleNamespace(config=config, model=model, distributed=distributed, monitor=monitor)
     start = SimpleNamespace(resumed=None, weights=None, step=step, tokens=tokens)
     switches = switches or {"tf32": True}
     print_plan(trainer, notes, start, *STREAMS, hellaswag, log, switches)
@@ -67,14 +71,16 @@ def test_the_plan(tmp_path, capsys):
     ]
 
 
-def test_the_plan_of_a_resumed_run(tmp_path, capsys):
+def test_the_plan_of_a_resumed_run(tmp_path, capsys, monkeypatch):
     """Tokens of the steps that are left come on top of those trained on, which had other batches."""
+    monkeypatch.setattr(evaluation, "missing_tokenizer", lambda: "no network")
     config, log = make_log(tmp_path, world_size=1, batch_warmup_steps=4)
     lines = dict(plan(capsys, config, log, 1, step=8, tokens=1_000_000))
     assert lines["training"] == "10 steps, 1,004,096 tokens, 98.06 epochs" and "parallel" not in lines
     assert lines["batch"].endswith(" × 16 accumulated × 1 ranks, reached after 4 steps")
     assert lines["on"] == "tf32" and lines["HellaSwag"] == "off"
     assert lines["MFU"] == "unknown for this device: give --peak_tflops"
+    assert lines["note"] == "bits_per_byte is off: no network"
 
 
 @pytest.mark.parametrize("warmup", [0, 3, 7, 10, 25])

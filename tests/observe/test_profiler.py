@@ -1,10 +1,13 @@
 import json
+import pickle
 from collections import Counter
 
 import pytest
+import torch
 from conftest import expect_error
 
 from common.cli import UserError
+from config import Config
 from observe import figures, profiler
 
 
@@ -82,6 +85,29 @@ def test_a_profiled_run(train):
     output = (run / "output.txt").read_text()
     assert "profile of 2 steps" in output and "https://ui.perfetto.dev" in output and "step     6/7" in output
     assert "profiler_start" not in output  # Kineto's own log
+
+
+def test_a_memory_snapshot_is_of_a_gpu():
+    gpu = torch.device("cuda")
+    profiler.check_steps(Config(memory_snapshot=2, max_steps=7), 0, gpu)
+    for words, flags, device in (
+        ("this is cpu: leave it out", dict(memory_snapshot=2), torch.device("cpu")),
+        ("--memory_snapshot 2 starts after 5 steps: use --max_steps 7", dict(memory_snapshot=2, max_steps=6), gpu),
+        ("one at a time", dict(memory_snapshot=2, profile=2), gpu),
+    ):
+        with pytest.raises(UserError, match=words):
+            profiler.check_steps(Config(**flags), 0, device)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+def test_a_memory_snapshot_has_allocations_with_their_stacks(tmp_path, capsys):
+    snapshot = profiler.MemorySnapshot(2, tmp_path)
+    for _ in range(7):
+        torch.zeros(1000, device="cuda")
+        snapshot.step()
+    content = pickle.loads((tmp_path / "memory_snapshot.pickle").read_bytes())
+    allocations = [event for event in content["device_traces"][0] if event["action"] == "alloc"]
+    assert len(allocations) == 2 and allocations[0]["frames"] and str(tmp_path) in capsys.readouterr().out
 
 
 def test_too_few_steps_to_profile(train):

@@ -14,6 +14,7 @@ from common.cli import UserError
 from config import Config
 from observe import measure, run_log
 from observe.run_log import RunLog, duration
+from train_gpt2 import StepResult
 
 CPU = torch.device("cpu")
 
@@ -23,8 +24,9 @@ def make_log(tmp_path, resumed=None, training=None, **flags):
     return RunLog(config, config, CPU, 2, 1e9, resumed, training)
 
 
-def train_step(log, step, loss=3.0, **kwargs):
-    log.train_step(step, 5000 * (step + 1), 5000, loss, lr=1e-4, grad_norm=2.5, seconds=0.5, **kwargs)
+def train_step(log, step, loss=3.0, loss_scale=None, ranks=(), **kwargs):
+    facts = dict(tokens=5000, finite=True, loss_scale=loss_scale, stop=False, seconds=0.5, ranks=ranks)
+    log.train_step(step, 5000 * (step + 1), StepResult(loss, 2.5, **facts), lr=1e-4, **kwargs)
 
 
 def read_steps(folder, stream):
@@ -38,14 +40,14 @@ def read_rows(folder):
 
 def test_the_step_line_and_the_files(tmp_path, capsys):
     log = make_log(tmp_path, peak_tflops=10, max_steps=100)
-    log.validation(0, 0, 10.98765, seconds=1.23)
+    log.validation(0, 0, 10.98765, seconds=1.23, bits_per_byte=3.45678)
     train_step(log, 0, 10.5)
     log.hellaswag(1, 5000, 0.2, 0.25, items=64, seconds=1.0)
     train_step(log, 1, math.nan, loss_scale=4.0, bad_steps=2)
     log.samples(2, 10000, ["one", "two"])
     log.close()
     out = capsys.readouterr().out.splitlines()
-    assert out[0] == "step     0/100 | validation loss 10.9877 | 1.2 s"
+    assert out[0] == "step     0/100 | validation loss 10.9877 | 3.4568 bits/byte | 1.2 s"
     # 10,000 tokens a second at 1 GFLOP each, of 2 × 10 TFLOP/s
     assert out[1] == (
         "step     0/100 | loss 10.500000 | lr 1.0000e-04 | norm 2.5000 | 500.00 ms | 10,000 tok/s | MFU 50.0% | "
@@ -64,7 +66,7 @@ def test_the_step_line_and_the_files(tmp_path, capsys):
         "1 train nan",
     ]
     rows = read_rows(folder)
-    assert rows[0] == dict(step=0, tokens=0, val_loss=10.98765)
+    assert rows[0] == dict(step=0, tokens=0, val_loss=10.98765, val_bits_per_byte=3.45678)
     expected = dict(step=0, tokens=5000, train_loss=10.5, lr=1e-4, grad_norm=2.5, step_ms=500, tokens_per_sec=10000)
     assert rows[1] == expected | dict(mfu=0.5, peak_gb=rows[1]["peak_gb"]) and rows[1]["peak_gb"] > 0
     assert rows[2] == dict(step=1, tokens=5000, hellaswag_acc=0.2, hellaswag_acc_norm=0.25, hellaswag_items=64)

@@ -29,7 +29,8 @@ def start(monkeypatch, device, gpus=0, mps=False, **environment):
 def test_auto_takes_the_cpu_where_there_is_nothing_else(monkeypatch):
     alone = start(monkeypatch, "auto")
     assert (alone.rank, alone.world_size, alone.device) == (0, 1, torch.device("cpu"))
-    assert alone.all_reduce(1, torch.tensor(2.5)) == [1.0, 2.5] and alone.minimum(3) == 3.0
+    assert alone.all_reduce(1, torch.tensor(2.5), torch.eye(2)) == [1.0, 2.5, 1.0, 0.0, 0.0, 1.0]
+    assert alone.minimum(3) == 3.0
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
@@ -40,11 +41,11 @@ def test_an_all_reduce_waits_neither_for_the_gpu_nor_for_later_work():
     x = torch.ones((), device=device)
     torch.cuda.set_sync_debug_mode("error")
     try:
-        read = process_group.Distributed(0, 1, device).begin_all_reduce(x, True)
+        read = process_group.Distributed(0, 1, device).begin_all_reduce(x, True, torch.full((2,), 5.0, pin_memory=True))
     finally:
         torch.cuda.set_sync_debug_mode("default")
     torch.cuda._sleep(10**9)  # cycles: half a second
-    assert read() == [1.0, 1.0] and not torch.cuda.current_stream().query()
+    assert read() == [1.0, 1.0, 5.0, 5.0] and not torch.cuda.current_stream().query()
 
 
 @pytest.mark.parametrize(

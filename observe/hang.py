@@ -1,0 +1,134 @@
+"""A hang of several ranks: every rank's stacks and flight recorder in the run's folder, and one line that names the
+rank for which the others wait.
+
+PyTorch's flight recorder keeps each rank's last 2,000 collectives. A thread on every rank looks whether collectives
+still begin. When one rank's have stopped for LIMIT seconds, it alerts all ranks through the store that the process
+group was made with, which works while collectives do not.
+https://docs.pytorch.org/tutorials/unstable/flight_recorder_tutorial.html
+"""
+
+import contextlib
+import faulthandler
+import json
+import pickle
+import sys
+import threading
+import time
+import traceback
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from common.cli import ROOT
+
+LIMIT = 480  # seconds without a new collective. NCCL ends the job after 10 minutes, in the first group after 30.
+ANSWER = 10  # seconds that a rank has to answer an alert
+ALERT = "hang"  # key in the store
+
+
+@contextlib.contextmanager
+def watch(folder, distributed):
+    """Watch for a hang inside this context, once. folder: the run's, which gets a folder `hang`. One rank cannot hang.
+
+    The thread answers unless this rank's process is stopped, or a library keeps Python's global interpreter lock.
+    """
+    if distributed.world_size == 1:
+        yield
+        return
+    done = threading.Event()
+    store = dist.distributed_c10d._get_default_store()
+    arguments = (Path(folder) / "hang", distributed.rank, distributed.world_size, store, done)
+    thread = threading.Thread(target=watch_collectives, args=arguments, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join(2 * ANSWER)  # the group is destroyed next
+
+
+def watch_collectives(folder, rank, world_size, store, done):
+    """Report a hang when collectives stop beginning here, or when another rank alerts. Returns when done is set."""
+    number, since = None, time.monotonic()
+    while not done.wait(min(10, LIMIT / 20)):
+        begun = dist.group.WORLD._get_sequence_number_for_group()
+        if begun != number:
+            number, since = begun, time.monotonic()
+        try:
+            if time.monotonic() - since > LIMIT:
+                store.set(ALERT, "")
+            if store.check([ALERT]):
+                return report(folder, rank, world_size, store)
+        except dist.DistError:
+            return  # the store's host has ended, and with it the job
+
+
+def report(folder, rank, world_size, store):
+    """Write this rank's stacks and flight recorder. The lowest rank that answers prints what the ranks' answers say."""
+    trace = dump_flight_recorder()
+    answer = dict(groups=last_collectives(pickle.loads(trace)["entries"]), where=where())
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with open(folder / f"stacks_rank_{rank}.txt", "w") as file:
+            faulthandler.dump_traceback(file)
+        (folder / f"flight_recorder_rank_{rank}").write_bytes(trace)
+    except OSError as error:
+        print(f"rank {rank}: cannot write {folder} ({error.strerror})")
+    store.set(f"{ALERT} {rank}", json.dumps(answer))
+    keys = {other: f"{ALERT} {other}" for other in range(world_size)}
+    until = time.monotonic() + ANSWER
+    while time.monotonic() < until and not store.check(list(keys.values())):
+        time.sleep(0.1)
+    answers = {other: json.loads(store.get(key)) for other, key in keys.items() if store.check([key])}
+    if rank == min(answers):
+        print(f"no collective for {LIMIT} s: {explain(answers, world_size)}; stacks and flight recorder: {folder}/")
+
+
+def dump_flight_recorder():
+    """This rank's flight recorder, pickled. NCCL has its own, which fr_trace of torch.distributed reads."""
+    bindings = torch._C._distributed_c10d
+    return bindings._dump_nccl_trace() if dist.get_backend() == "nccl" else bindings._dump_fr_trace()
+
+
+def last_collectives(entries):
+    """{process group: {last, waits}} of a flight recorder's entries: the number of the last collective that has begun,
+    and [number, name, group's description] of the first that is not complete, or None."""
+    groups = {}
+    for entry in sorted(entries, key=lambda entry: entry["collective_seq_id"]):
+        if entry["is_p2p"]:
+            continue  # sends and receives have no numbers
+        name, description = entry["process_group"]
+        group = groups.setdefault(name, dict(last=0, waits=None))
+        group["last"] = entry["collective_seq_id"]
+        if not entry["retired"] and entry["state"] != "completed" and group["waits"] is None:
+            group["waits"] = [entry["collective_seq_id"], entry["profiling_name"], description]
+    return groups
+
+
+def where():
+    """The innermost line of this project that the main thread executes, such as "loader.py:130 next_batch"."""
+    stack = traceback.extract_stack(sys._current_frames()[threading.main_thread().ident])
+    frame = ([frame for frame in stack if Path(frame.filename).is_relative_to(ROOT)] or stack)[-1]
+    return f"{Path(frame.filename).name}:{frame.lineno} {frame.name}"
+
+
+def explain(answers, world_size):
+    """Which rank did not arrive at which collective, in words. answers: {rank: {groups, where}} of report()."""
+    silent = [rank for rank in range(world_size) if rank not in answers]
+    waiting = {rank for rank, answer in answers.items() if any(group["waits"] for group in answer["groups"].values())}
+    for rank in sorted(waiting):
+        for name, group in answers[rank]["groups"].items():
+            if not group["waits"]:
+                continue
+            number, operation, description = group["waits"]
+            # a rank that waits in another group is not the cause
+            others = {other: answers[other]["groups"].get(name) for other in answers if other not in waiting}
+            late = [other for other, its in others.items() if its and its["last"] < number] or silent
+            if late:
+                doing = f"is at {answers[late[0]]['where']}" if late[0] in answers else "does not answer"
+                return (
+                    f"rank {late[0]} did not arrive at {operation} {number} of {description}, where rank {rank} waits; "
+                    f"rank {late[0]} {doing}"
+                )
+    return ", ".join(f"rank {rank} is at {answer['where']}" for rank, answer in answers.items())

@@ -1,0 +1,85 @@
+"""A GPU's SM clock, power, temperature and energy, by NVML (package nvidia-ml-py).
+
+A query of the driver may take milliseconds, so a thread asks, and no step waits for it.
+https://docs.nvidia.com/deploy/nvml-api/group__nvmlDeviceQueries.html
+"""
+
+import importlib.util
+import math
+import threading
+import time
+from typing import NamedTuple
+
+import torch
+
+PERIOD = 0.25  # seconds between two samples
+
+
+class Sample(NamedTuple):
+    time: float = math.nan  # of time.perf_counter(), seconds
+    joules: float = math.nan  # since the driver was loaded
+    watts: float = math.nan  # of the whole board, the driver's running mean
+    sm_mhz: float = math.nan
+    celsius: float = math.nan
+
+    def joules_at(self, now):
+        """The energy counter at a time soon after the sample."""
+        return self.joules + self.watts * (now - self.time)
+
+
+class PowerMeter:
+    """The newest Sample of this process's GPU. On a device without NVML all values are NaN, and of a GPU `problem` says
+    why, else it is None."""
+
+    def __init__(self, device):
+        self.sample, self.problem = Sample(), None
+        if device.type != "cuda":
+            return
+        if torch.version.hip:
+            self.problem = "NVML is NVIDIA's, and this is an AMD GPU"
+        elif not importlib.util.find_spec("pynvml"):
+            self.problem = "it needs a package: pip install nvidia-ml-py"
+        else:
+            self._start(str(torch.cuda.get_device_properties(device).uuid))
+
+    def _start(self, uuid):
+        import pynvml
+
+        try:
+            pynvml.nvmlInit()
+            # NVML and CUDA number GPUs differently, and CUDA_VISIBLE_DEVICES hides some from CUDA only
+            handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
+            self.sample = read(handle)
+        except pynvml.NVMLError as error:
+            self.problem = f"NVML: {error}"
+            return
+        threading.Thread(target=self._watch, args=(handle,), daemon=True).start()
+
+    def _watch(self, handle):
+        from pynvml import NVMLError
+
+        while True:
+            time.sleep(PERIOD)
+            try:
+                self.sample = read(handle)
+            except NVMLError as error:
+                self.sample = Sample()
+                print(f"power, clock and temperature are no longer logged: NVML: {error}")
+                return
+
+    def joules(self):
+        """The GPU's energy counter now. The difference between two readings is the energy between them."""
+        return self.sample.joules_at(time.perf_counter())
+
+
+def read(handle):
+    """A Sample of the GPU with this NVML handle. Raises pynvml.NVMLError."""
+    import pynvml
+
+    return Sample(
+        time.perf_counter(),
+        pynvml.nvmlDeviceGetTotalEnergyConsumption(handle) / 1000,  # NVML has millijoules
+        pynvml.nvmlDeviceGetPowerUsage(handle) / 1000,  # and milliwatts
+        pynvml.nvmlDeviceGetClockInfo(handle, pynvml.NVML_CLOCK_SM),
+        pynvml.nvmlDeviceGetTemperature(handle, pynvml.NVML_TEMPERATURE_GPU),
+    )
