@@ -78,7 +78,7 @@ def main():
         flags.tokens = 65536 if device.type == "cuda" else 1024
     flags.lengths = flags.lengths or tuple(T for T in LENGTHS if T <= flags.tokens)
     check(flags)
-    folder = prepare(flags.log_dir, flags.run_name, "attention")
+    folder = prepare(flags.log_dir, flags.run_name, "attention", goes_on=False)
     print(f"results: {folder}/")
     peaks = roofline.gpu_peaks(device, 1e12 * (flags.peak_tflops or peak_tflops(device) or 0))
     grid = [(name, D, T) for D in flags.widths for T in flags.lengths for name in candidates(device)]

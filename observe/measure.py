@@ -116,11 +116,15 @@ def explain(output, code, where):
     return dict(status="failed", reason=f"exit code {code}, {lines[-1].strip()} (see {where})")
 
 
-def prepare(log_dir, run_name, kind):
-    """Make the folder for the results. An existing one of the same kind goes on: see measure. Raises UserError."""
+def prepare(log_dir, run_name, kind, goes_on=True):
+    """Make the folder for the results. goes_on: an existing one of the same kind may be given, see measure.
+
+    Raises UserError.
+    """
     results = f"{kind}.json"
-    if run_name is not None and (folder := folder_of(log_dir, run_name)).exists() and not (folder / results).exists():
-        raise UserError(f"{folder} exists and has no {results}: choose another --run_name, or delete it")
+    if run_name is not None and (folder := folder_of(log_dir, run_name)).exists():
+        if not (goes_on and (folder / results).exists()):
+            raise UserError(f"{folder} exists: choose another --run_name, or delete it")
     folder = make_folder(log_dir, run_name, kind)
     if not (folder / results).exists():
         write_json(folder / results, dict(command=shlex.join(sys.argv), results=[]))
