@@ -13,9 +13,9 @@ from common import flag_file
 from common.cli import Note, UserError, arguments, given, spell_switches
 from common.peer_flags import HINTS
 from observe import evaluation, profiler
-from optim import recipes
+from optim import recipes, schedules
 from optimizations import RUNGS, SWITCHES, flags_that_change, is_off, turn_off_unavailable
-from parallel import fsdp, tensor
+from parallel import fsdp, pipeline, tensor
 from parallel.memory import check_micro_batch_size, choose_micro_batch_size
 
 # layers, heads, width (Radford et al. 2019, table 2; heads as in OpenAI's released weights)
@@ -158,6 +158,10 @@ class SeveralGPUs:
     """With hsdp: number of ranks that share one copy of the weights; by default the ranks of a machine."""
     tensor: int = 1
     """Split every layer over this many adjacent ranks: heads, columns of the MLP, rows of the embedding table."""
+    pipeline: int = 1
+    """Divide the blocks into stages for this many groups of ranks, which compute different micro-batches at a time."""
+    stages_per_rank: int = 1
+    """With --pipeline: more stages on each rank wait less and send more (interleaved 1F1B)."""
     activation_checkpointing: Literal["off", "full", "selective"] = "off"
     """Recompute a block's activations in backward instead of keeping them: all, or only those that are cheap."""
 
@@ -314,6 +318,7 @@ def resolve(config, distributed, free_memory=None, pretrained=None, resumed=None
         new.device = distributed.device.type
     new, notes = turn_off_unavailable(new, distributed)
     tensor.check_flags(new, distributed, notes)
+    pipeline.check_flags(new, distributed)
     fsdp.check_flags(new, distributed, notes)
     evaluation.limit_hellaswag(new, notes)
     if new.micro_batch_size is None:
@@ -321,19 +326,15 @@ def resolve(config, distributed, free_memory=None, pretrained=None, resumed=None
         notes.append(Note("micro_batch_size", new.micro_batch_size, reason))
     else:
         check_micro_batch_size(new, distributed)
+    pipeline.check_micro_batches(new, distributed)
     if new.fp8 and (new.n_embd % 16 or new.micro_batch_size * new.seq_len % 16):
         raise UserError(
             f"--fp8 needs multiples of 16: n_embd is {new.n_embd}, and a micro-batch has {new.micro_batch_size} × "
             f"{new.seq_len} tokens"
         )
-    if new.batch_warmup_steps and new.total_batch_size == new.micro_batch_size * new.seq_len * distributed.data_size:
-        reason = "it has no effect, since one micro-batch on each device is the full batch"
-        notes.append(Note("batch_warmup_steps", new.batch_warmup_steps, reason))
+    schedules.check_flags(new, distributed, notes)
     if new.hellaswag_data and not new.hellaswag_every:
         notes.append(Note("hellaswag_data", new.hellaswag_data, "it is not evaluated, since hellaswag_every is 0"))
-    if new.warmup_steps > new.max_steps:
-        reason = f"the run ends after {new.max_steps} steps, so lr never reaches {new.lr:g}"
-        notes.append(Note("warmup_steps", new.warmup_steps, reason))
     return new, notes
 
 
@@ -374,7 +375,7 @@ def set_sizes(config, pretrained, resumed):
 def check_bounds(config):
     """Raises UserError for a number that no run can have."""
     positive = "n_layer n_head n_embd seq_len micro_batch_size total_batch_size max_steps val_tokens ladder_steps "
-    positive += "keep_checkpoints max_bad_steps shard_ranks tensor hellaswag_limit"
+    positive += "keep_checkpoints max_bad_steps shard_ranks tensor pipeline stages_per_rank hellaswag_limit"
     zero_or_more = "val_every hellaswag_every sample_every checkpoint_every seed profile lr min_lr_ratio warmup_steps "
     zero_or_more += "weight_decay grad_clip batch_warmup_steps adamw_lr"
     for bound, names in ((1, positive), (0, zero_or_more)):

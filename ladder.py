@@ -43,7 +43,7 @@ EVALUATIONS = ("val_every", "hellaswag_every", "sample_every", "checkpoint_every
 NOT_SWEPT = "demo ladder config resume rungs ladder_steps profile max_steps batch_warmup_steps log_dir run_name".split()
 NOT_SWEPT += "wandb wandb_group wandb_project peak_tflops val_tokens hellaswag_data hellaswag_limit".split()
 NOT_SWEPT += EVALUATIONS
-NOT_SWEPT += ["parallel", "shard_ranks", "tensor", "overlap_gradients", "bf16_gradients"]  # of several processes
+NOT_SWEPT += "parallel shard_ranks tensor pipeline stages_per_rank overlap_gradients bf16_gradients".split()
 
 
 @dataclass

@@ -126,7 +126,7 @@ def sample_in_training(model, seed, distributed, stop_signal=None):
     """
     if distributed.data_rank:
         return None
-    if distributed.tensor > 1:
+    if distributed.tensor * distributed.pipeline > 1:
         stop_signal = None  # one rank must not stop alone: the training loop stops after the samples
     try:
         return sample(model, PROMPT, count=4, max_new_tokens=24, seed=seed, stop_signal=stop_signal)

@@ -40,7 +40,7 @@ from observe.run_log import RunLog
 from optim.optimizer import make_optimizer, update_if_finite
 from optim.schedules import accumulation_steps, learning_rate
 from optimizations import model_switches, plan_switches, saved_operators
-from parallel import fsdp, process_group, tensor
+from parallel import fsdp, pipeline, process_group, tensor
 from parallel.activation_checkpointing import checkpoint_activations
 from parallel.ddp import micro_batch, wrap_ddp, zero_gradients
 from parallel.memory import free_memory, less_memory
@@ -51,7 +51,7 @@ def main():
     config = parse(Config, default=defaults(sys.argv), hints=HINTS)
     if config.ladder:
         return ladder.climb(config)
-    distributed = process_group.start(config.device, config.tensor)
+    distributed = process_group.start(config.device, config.tensor, config.pipeline)
     with out_of_memory(less_memory()):
         train(config, distributed, given(sys.argv))
     process_group.stop()
@@ -89,7 +89,8 @@ def build(config, distributed, weights=None, sizes=None):
     torch.manual_seed(config.seed)
     sizes = sizes or GPTConfig(config.seq_len, n_layer=config.n_layer, n_head=config.n_head, n_embd=config.n_embd)
     with torch.device("meta"):  # shapes only: one rank may not have memory for all weights
-        model = GPT(replace(sizes, pad_to=math.lcm(128, config.tensor), **model_switches(config)))
+        sizes = replace(sizes, pad_to=math.lcm(128, config.tensor), **model_switches(config))
+        model = pipeline.Pipeline(sizes, config, distributed, autocast) if config.pipeline > 1 else GPT(sizes)
     # activation_checkpointing: less memory, for up to a third more computation
     checkpoint_activations(model, config.activation_checkpointing, saved_operators())
     # parallel: with zero2, zero3 and hsdp each rank holds a shard of the weights, with ddp all; tensor splits layers
@@ -107,7 +108,7 @@ def build(config, distributed, weights=None, sizes=None):
         fp8.convert(model, targets=accumulation_steps(0, config, distributed.data_size) * tokens)
     # compile: fuses chains of element-wise operations into one kernel, and runs no Python between kernels. Each
     # shape has its own graph (dynamic=False): one each for training and validation, three for HellaSwag.
-    forward = torch.compile(model, dynamic=False) if config.compile else model
+    forward = torch.compile(model, dynamic=False) if config.compile and config.pipeline == 1 else model
     # ddp: each rank has all weights and a share of the batch; the last backward averages gradients over the ranks
     train_forward = wrap_ddp(forward, config, distributed)
     optimizer = make_optimizer(model, config)
@@ -135,27 +136,29 @@ def train_step(trainer, step, next_batch, stop_signal=None):
     micro-batches, before any weight changed: on one rank only, several ranks finish the step.
     """
     config, distributed, scaler = trainer.config, trainer.distributed, trainer.scaler
-    world_size = distributed.world_size
     micro_steps = accumulation_steps(step, config, distributed.data_size)
     for group in trainer.optimizer.param_groups:
         group["lr"] = learning_rate(step, config, group["peak"])
     loss_sum = torch.zeros((), device=distributed.device)
-    for micro_step in range(micro_steps):
-        last = micro_step == micro_steps - 1
-        x, y = next_batch()
-        # gradients accumulate over the micro-batches; the last backward averages them over the ranks
-        with micro_batch(trainer.model, trainer.train_forward, config, last):
-            with trainer.autocast:
-                loss = trainer.train_forward(x, y) / micro_steps
-            scaler.scale(loss).backward()
-        loss_sum += loss.detach()
-        if stop_signal and stop_signal.name and world_size == 1 and not last:
-            raise Stopped
+    if config.pipeline > 1:  # a schedule overlaps the forwards and backwards of the stages
+        loss_sum += trainer.model.accumulate(next_batch, micro_steps)
+    else:
+        for micro_step in range(micro_steps):
+            last = micro_step == micro_steps - 1
+            x, y = next_batch()
+            # gradients accumulate over the micro-batches; the last backward averages them over the ranks
+            with micro_batch(trainer.model, trainer.train_forward, config, last):
+                with trainer.autocast:
+                    loss = trainer.train_forward(x, y) / micro_steps
+                scaler.scale(loss).backward()
+            loss_sum += loss.detach()
+            if stop_signal and stop_signal.name and distributed.world_size == 1 and not last:
+                raise Stopped
     scaler.unscale_(trainer.optimizer)
-    norm = torch.nn.utils.clip_grad_norm_(trainer.model.parameters(), config.grad_clip or float("inf"))
-    norm = fsdp.full_tensor(norm)
+    norm = pipeline.clip_gradients(trainer.model, config.grad_clip or float("inf"))
+    loss_ranks = distributed.world_size // config.pipeline  # the other stages' loss_sum is 0
     stop = bool(stop_signal and stop_signal.name)
-    wait = distributed.begin_all_reduce(loss_sum / world_size, norm / world_size, stop)
+    wait = distributed.begin_all_reduce(loss_sum / loss_ranks, norm / distributed.world_size, stop)
     update_if_finite(trainer.optimizer, scaler, norm)
     zero_gradients(trainer.optimizer, trainer.train_forward)
     if config.fp8:

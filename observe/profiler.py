@@ -84,9 +84,10 @@ def report(profile, config, model_config, log, first):
         total, seconds = cpu_seconds(profile)
     peaks = None
     # work() counts whole layers, and fused operations in 16 bits
-    if config.compile and config.autocast != "off" and not config.fp8 and config.tensor == 1:
+    if config.compile and config.autocast != "off" and not config.fp8 and config.tensor * config.pipeline == 1:
         peaks = gpu_peaks(log.device, log.peak_flops and log.peak_flops / world_size)
-    micro_steps = sum(accumulation_steps(first + i, config, world_size // config.tensor) for i in range(steps)) / steps
+    data_size = world_size // (config.tensor * config.pipeline)
+    micro_steps = sum(accumulation_steps(first + i, config, data_size) for i in range(steps)) / steps
     work_per_step = work(model_config, config.seq_len, micro_steps * config.micro_batch_size * config.seq_len)
     table = make_table(seconds, total, steps, peaks, work_per_step)
     facts = dict(steps=steps, roof=peaks, kinds=table)

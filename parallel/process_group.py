@@ -24,16 +24,17 @@ class Distributed:
     world_size: int
     device: torch.device
     tensor: int = 1  # adjacent ranks that split every layer, and so share their micro-batches
+    pipeline: int = 1  # stages of the model; all ranks of the first one come first, then those of the second
 
     @property
     def data_size(self):
         """Number of different micro-batches that the ranks compute at a time."""
-        return self.world_size // self.tensor
+        return self.world_size // (self.tensor * self.pipeline)
 
     @property
     def data_rank(self):
         """Which of these micro-batches this rank computes."""
-        return self.rank // self.tensor
+        return self.rank // self.tensor % self.data_size
 
     @property
     def is_main(self):
@@ -108,11 +109,11 @@ class Distributed:
         return result
 
 
-def start(device_type, tensor=1, patience=PATIENCE):
+def start(device_type, tensor=1, pipeline=1, patience=PATIENCE):
     """Join the process group that torchrun describes, if it started this process, and choose this rank's device.
 
-    device_type: "auto", "cuda", "cpu" or "mps". tensor: as in Distributed; one rank splits nothing. Raises UserError if
-    the device does not exist, if there are more ranks than GPUs, or if other ranks do not come.
+    device_type: "auto", "cuda", "cpu" or "mps". tensor, pipeline: as in Distributed; one rank splits nothing. Raises
+    UserError if the device does not exist, if there are more ranks than GPUs, or if other ranks do not come.
     """
     device_type = choose_device_type(device_type)
     if device_type == "cuda" and not torch.cuda.is_available():
@@ -143,7 +144,7 @@ def start(device_type, tensor=1, patience=PATIENCE):
             timeout=timedelta(minutes=30),  # the others wait while rank 0 hashes tens of GB
             device_id=device if backend == "nccl" else None,
         )
-    return Distributed(rank, world_size, device, tensor if world_size > 1 else 1)
+    return Distributed(rank, world_size, device, *((tensor, pipeline) if world_size > 1 else ()))
 
 
 def stop():
