@@ -172,6 +172,14 @@ class MultipleChoice:
         return tuple((table.argmin(dim=1) == self.labels).double().mean().item() for table in tables)
 
 
+def choice_in_training(config):
+    """The MultipleChoice that a training run evaluates, or None. config: a resolved Config."""
+    if not config.hellaswag_every:
+        return None
+    items = load_items(config.hellaswag_data, config.hellaswag_limit)
+    return MultipleChoice(items, config.seq_len, config.micro_batch_size * config.seq_len)
+
+
 @dataclass
 class Flags:
     """Evaluate a GPT-2 on HellaSwag, or on other multiple choice."""

@@ -10,7 +10,6 @@ Every optimization is a flag: see --help. The plan is printed before the first s
 
 import common.interrupt  # first: Ctrl-C during the other imports
 
-import contextlib
 import math
 import sys
 import time
@@ -30,7 +29,7 @@ from common.signals import Stopped, StopSignal
 from config import Config, defaults, flags_that_matter, refuse_unavailable_flags, resolve
 from data import demo
 from data.loader import Loader, open_streams
-from hellaswag import MultipleChoice, load_items
+from hellaswag import choice_in_training
 from model import GPT, GPTConfig
 from observe import profiler
 from observe.evaluation import validation_loss
@@ -70,7 +69,7 @@ class Trainer:
     model: GPT  # the plain module, which is saved and sampled from
     forward: Callable  # the same weights, compiled: for evaluations
     train_forward: Callable  # forward, wrapped in DDP
-    autocast: contextlib.AbstractContextManager
+    autocast: torch.autocast
     optimizer: torch.optim.Optimizer
     scaler: torch.amp.GradScaler
 
@@ -136,6 +135,7 @@ def train_step(trainer, step, next_batch, stop_signal=None):
     micro-batches, before any weight changed: on one rank only, several ranks finish the step.
     """
     config, distributed, scaler = trainer.config, trainer.distributed, trainer.scaler
+    world_size = distributed.world_size
     micro_steps = accumulation_steps(step, config, distributed.data_size)
     for group in trainer.optimizer.param_groups:
         group["lr"] = learning_rate(step, config, group["peak"])
@@ -152,13 +152,12 @@ def train_step(trainer, step, next_batch, stop_signal=None):
                     loss = trainer.train_forward(x, y) / micro_steps
                 scaler.scale(loss).backward()
             loss_sum += loss.detach()
-            if stop_signal and stop_signal.name and distributed.world_size == 1 and not last:
+            if stop_signal and stop_signal.name and world_size == 1 and not last:
                 raise Stopped
     scaler.unscale_(trainer.optimizer)
     norm = pipeline.clip_gradients(trainer.model, config.grad_clip or float("inf"))
-    loss_ranks = distributed.world_size // config.pipeline  # the other stages' loss_sum is 0
     stop = bool(stop_signal and stop_signal.name)
-    wait = distributed.begin_all_reduce(loss_sum / loss_ranks, norm / distributed.world_size, stop)
+    wait = distributed.begin_all_reduce(loss_sum / world_size, norm / world_size, stop)
     update_if_finite(trainer.optimizer, scaler, norm)
     zero_gradients(trainer.optimizer, trainer.train_forward)
     if config.fp8:
@@ -190,10 +189,7 @@ def train(flags, distributed, given_flags):
         distributed.on_main(lambda: demo.make_data(config.data_dir))
     train_stream, val_stream, data = open_streams(config)
     notes += resume.changed_data(start, config, data, train_stream.total)
-    hellaswag = None
-    if config.hellaswag_every:
-        tokens = config.micro_batch_size * config.seq_len
-        hellaswag = MultipleChoice(load_items(config.hellaswag_data, config.hellaswag_limit), config.seq_len, tokens)
+    hellaswag = choice_in_training(config)
     place = (distributed.device, distributed.data_rank, distributed.data_size)
     loader = Loader(train_stream, config.micro_batch_size, config.seq_len, *place)
     trainer = build(config, distributed, start.weights, start.sizes)

@@ -105,9 +105,8 @@ def place(model, config, distributed):
     if config.tensor > 1:
         tensor.split(model, mesh["tensor"])
     # pipeline: each rank has some blocks
-    roots = model.form_stages(mesh["pipeline"]) if config.pipeline > 1 else [model]
-    for root in roots:
-        blocks = root.blocks if config.pipeline > 1 else model.transformer.h
+    roots = model.form_stages(mesh["pipeline"]) if config.pipeline > 1 else {model: model.transformer.h}
+    for root, blocks in roots.items():
         if config.tensor > 1:
             tensor.gather_output(root)
         shard(root, list(blocks), config, mesh["replicate", "shard"] if shape[1] > 1 else mesh["shard"])
@@ -126,7 +125,7 @@ def shard(model, blocks, config, mesh):
         reduce_dtype=torch.bfloat16 if config.bf16_gradients else torch.float32,
         cast_forward_inputs=False,  # --bf16_residual alone decides the dtype of the residual stream
     )
-    together = blocks_together(config)
+    together = blocks_together(model.config)
     units = [blocks[i : i + together] for i in range(0, len(blocks), together)]
     for unit in (*units, model):
         fully_shard(unit, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward(unit, model, config))

@@ -25,7 +25,8 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleIn
 from torch.nn.utils import clip_grad_norm_, clip_grads_with_norm_, get_total_norm
 
 from common.cli import UserError
-from model import GPT, GPTConfig
+from data.tokenizer import VOCAB_SIZE
+from model import GPT
 from optim.schedules import accumulation_steps
 from parallel import fsdp, tensor
 
@@ -70,7 +71,7 @@ def check_micro_batches(config, distributed):
     raise UserError(f"--pipeline {size} needs {rule} in a step, and there are {micro_steps}: use {hint}")
 
 
-def blocks_of_stages(config):
+def blocks_of_stages(config, vocab_size=VOCAB_SIZE):
     """Number of blocks in each stage, so that the slowest stage has as few FLOPs as possible.
 
     FLOPs of a token's forward: a block 24C² + 4TC, the head 2VC (Narayanan et al. 2021, appendix).
@@ -78,12 +79,12 @@ def blocks_of_stages(config):
     C, others = config.n_embd, config.pipeline * config.stages_per_rank - 1
     if not others:
         return [config.n_layer]
-    head = 2 * GPTConfig.vocab_size * C / (24 * C**2 + 4 * config.seq_len * C)  # in blocks
+    head = 2 * vocab_size * C / (24 * C**2 + 4 * config.seq_len * C)  # in blocks
 
     def slowest(last):
         return max(-(-(config.n_layer - last) // others), last + head)
 
-    last = min(range(config.n_layer - others + 1), key=slowest)
+    last = min(reversed(range(config.n_layer - others + 1)), key=slowest)
     before, more = divmod(config.n_layer - last, others)
     # the earlier a stage, the more micro-batches it keeps activations of, so it is not the one with one block more
     return [before + (stage >= others - more) for stage in range(others)] + [last]
@@ -115,6 +116,7 @@ class Stage(nn.Module):
     def __init__(self, model, index, layers, first, last):
         super().__init__()
         parts = model.transformer
+        self.config = model.config
         self.index, self.layers, self.first, self.last = index, layers, first, last
         self.blocks = nn.ModuleList(parts.h[layer] for layer in layers)
         self.others = nn.ModuleList([parts.wte, parts.wpe] * first + [parts.wte, parts.ln_f] * last)  # FSDP's
@@ -160,12 +162,12 @@ class Pipeline(GPT):
         self.schedule = None
 
     def form_stages(self, mesh):
-        """Keep this rank's stages, and return them. mesh: has one dimension, the ranks of one pipeline. A collective.
+        """Keep this rank's stages. mesh: has one dimension, the ranks of one pipeline. A collective.
 
-        Stage s is on rank s % N, so that the next stage is always on the next rank.
+        Stage s is on rank s % N, so that the next stage is always on the next rank. Returns {stage: its blocks}.
         """
         self.group, self.rank, self.size = mesh.get_group(), mesh.get_local_rank(), mesh.size()
-        ends = list(accumulate(blocks_of_stages(self.flags), initial=0))
+        ends = list(accumulate(blocks_of_stages(self.flags, self.config.vocab_size), initial=0))
         parts, last = self.transformer, len(ends) - 2
         own = range(self.rank, last + 1, self.size)
         self.stages = nn.ModuleList(
@@ -183,7 +185,7 @@ class Pipeline(GPT):
         self.table_group, _ = dist.new_subgroups_by_enumeration(ranks.T.tolist())
         # NCCL connects a group in its first collective, in which all ranks take part; sends alone would hang
         dist.all_reduce(torch.zeros((), device=self.distributed.device), group=self.group)
-        return list(self.stages)
+        return {stage: stage.blocks for stage in self.stages}
 
     def whole(self):
         """The whole GPT, on the device "meta"."""
@@ -209,7 +211,8 @@ class Pipeline(GPT):
     def accumulate(self, next_batch, micro_steps):
         """Forward and backward of a step's micro-batches: gradients accumulate. A collective.
 
-        Returns their mean loss on the last stage, 0 on the others: () float32.
+        Returns N times their mean loss on the last stage, 0 on the others, so that the mean over the ranks is the mean
+        loss: () float32.
         """
         idx, targets = map(torch.cat, zip(*(next_batch() for _ in range(micro_steps))))  # (M·B, T)
         self.schedule = self.schedule or self.make_schedule(micro_steps)
@@ -219,7 +222,7 @@ class Pipeline(GPT):
             self.schedule.step(*x, idx=idx, targets=targets, target=targets, losses=losses, return_outputs=False)
         if self.has_embedding or self.has_head:
             dist.all_reduce(self.transformer.wte.weight.grad.to_local(), group=self.table_group)
-        return torch.stack(losses).sum().detach() if self.has_head else torch.zeros((), device=idx.device)
+        return self.size * torch.stack(losses).sum().detach() if self.has_head else torch.zeros((), device=idx.device)
 
     def make_schedule(self, micro_steps):
         flags = self.flags
