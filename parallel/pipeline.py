@@ -101,9 +101,9 @@ def describe(config, distributed):
     words = fsdp.describe(config, distributed)
     if config.pipeline == 1:
         return words
-    own = f"stages of {', '.join(map(str, blocks_of_stages(config)))} blocks on {config.pipeline} ranks"
-    own += f", which wait for {bubble(config, distributed):.1%} of a step (the bubble)"
-    return own + (f"; each stage {words}" if distributed.data_size * config.tensor > 1 else "")
+    own = f"{config.pipeline} ranks share the blocks, {' + '.join(map(str, blocks_of_stages(config)))}; the bubble is "
+    own += f"{bubble(config, distributed):.1%} of a step"
+    return own + (f"; each stage: {words}" if distributed.data_size * config.tensor > 1 else "")
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -122,14 +122,17 @@ class Stage(nn.Module):
         self.others = nn.ModuleList([parts.wte, parts.wpe] * first + [parts.wte, parts.ln_f] * last)  # FSDP's
         # methods of the model, which use its parts: not the model itself, which contains this stage
         self.embed, self.head, self.find_documents = model.embed, model.head, model.find_documents
-        self.autocast = model.autocast
+        self.autocast, self.micro_batches = model.autocast, None
         self.compiled = torch.compile(self.compute, dynamic=False) if model.flags.compile else self.compute
 
-    def forward(self, x, idx, targets=None, reduction="mean", at=None, cache=None):
-        """x: the previous stage's output (B, T, C); anything on the first stage. The others are as GPT.forward's.
+    def forward(self, x, idx=None, targets=None, reduction="mean", at=None, cache=None):
+        """x: the previous stage's output (B, T, C); anything on the first stage. The others are as GPT.forward's. Without
+        idx, in training, idx and targets are the next of self.micro_batches.
 
         Returns this stage's output; on the last stage what GPT.forward returns.
         """
+        if idx is None:
+            idx, targets = next(self.micro_batches)
         compute = self.compute if cache else self.compiled
         with self.autocast:
             return compute(x, idx, targets, reduction, at, cache)
@@ -214,12 +217,15 @@ class Pipeline(GPT):
         Returns N times their mean loss on the last stage, 0 on the others, so that the mean over the ranks is the mean
         loss: () float32.
         """
-        idx, targets = map(torch.cat, zip(*(next_batch() for _ in range(micro_steps))))  # (M·B, T)
         self.schedule = self.schedule or self.make_schedule(micro_steps)
+        micro_batches = [next_batch() for _ in range(micro_steps)]
+        for stage in self.stages:  # the schedule passes x alone, and each stage takes the micro-batches in order
+            stage.micro_batches = iter(micro_batches)
+        idx, targets = map(torch.cat, zip(*micro_batches))  # (M·B, T)
         losses = []
-        x = [idx] if self.has_embedding else []  # the other stages receive x
         with tensor.loss(self.flags):
-            self.schedule.step(*x, idx=idx, targets=targets, target=targets, losses=losses, return_outputs=False)
+            inputs = [idx] if self.has_embedding else []
+            self.schedule.step(*inputs, target=targets, losses=losses, return_outputs=False)
         if self.has_embedding or self.has_head:
             dist.all_reduce(self.transformer.wte.weight.grad.to_local(), group=self.table_group)
         return self.size * torch.stack(losses).sum().detach() if self.has_head else torch.zeros((), device=idx.device)

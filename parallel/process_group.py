@@ -144,7 +144,9 @@ def start(device_type, tensor=1, pipeline=1, patience=PATIENCE):
             timeout=timedelta(minutes=30),  # the others wait while rank 0 hashes tens of GB
             device_id=device if backend == "nccl" else None,
         )
-    return Distributed(rank, world_size, device, *((tensor, pipeline) if world_size > 1 else ()))
+    if world_size == 1:
+        tensor = pipeline = 1
+    return Distributed(rank, world_size, device, tensor, pipeline)
 
 
 def stop():

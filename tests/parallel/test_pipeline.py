@@ -157,10 +157,10 @@ def test_stages_are_balanced_by_their_flops():
     assert blocks(2, 2) == [4, 4, 4, 0]
     assert blocks(2, model=(48, 1600)) == [25, 23]
     assert resolved(2, pipeline=2, micro_batch_size=16) == (
-        "stages of 8, 4 blocks on 2 ranks, which wait for 3.0% of a step (the bubble)"
+        "2 ranks share the blocks, 8 + 4; the bubble is 3.0% of a step"
     )
     assert resolved(4, pipeline=2, stages_per_rank=2, micro_batch_size=16) == (
-        "stages of 4, 4, 4, 0 blocks on 2 ranks, which wait for 3.0% of a step (the bubble); each stage ddp"
+        "2 ranks share the blocks, 4 + 4 + 4 + 0; the bubble is 3.0% of a step; each stage: ddp"
     )
 
 
