@@ -143,5 +143,6 @@ def bytes_per_token(config):
         layers = config.n_layer * config.n_embd * kept + layer
     training = layers + (0 if config.fused_cross_entropy else VOCAB_SIZE * head)
     # evaluation returns each token's loss and so holds all logits: 2 bytes compiled, 11 with eager float32 copies
-    evaluation = VOCAB_SIZE * (2 if config.compile else 11) * (1 if half else 2) / config.tensor
+    compiled = config.compile and config.stages_per_rank == 1
+    evaluation = VOCAB_SIZE * (2 if compiled else 11) * (1 if half else 2) / config.tensor
     return max(training, evaluation)

@@ -124,16 +124,19 @@ class Stage(nn.Module):
         self.embed, self.head, self.find_documents = model.embed, model.head, model.find_documents
         self.autocast, self.micro_batches = model.autocast, None
         self.compiled = torch.compile(self.compute, dynamic=False) if model.flags.compile else self.compute
+        # torch.compile limits the graphs of one function to 8; the shapes of evaluations have four for each stage
+        self.compile_evaluations = model.flags.stages_per_rank == 1
 
     def forward(self, x, idx=None, targets=None, reduction="mean", at=None, cache=None):
-        """x: the previous stage's output (B, T, C); anything on the first stage. The others are as GPT.forward's. Without
-        idx, in training, idx and targets are the next of self.micro_batches.
+        """x: the previous stage's output (B, T, C); anything on the first stage. The others are as GPT.forward's.
+        Without idx, in training, idx and targets are the next of self.micro_batches.
 
         Returns this stage's output; on the last stage what GPT.forward returns.
         """
         if idx is None:
             idx, targets = next(self.micro_batches)
-        compute = self.compute if cache else self.compiled
+        evaluates = not torch.is_grad_enabled()
+        compute = self.compute if cache or evaluates and not self.compile_evaluations else self.compiled
         with self.autocast:
             return compute(x, idx, targets, reduction, at, cache)
 
