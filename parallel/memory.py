@@ -6,7 +6,7 @@ from common.cli import UserError
 from data.tokenizer import VOCAB_SIZE
 from optim.optimizer import state_bytes
 from parallel.fsdp import blocks_together, shard_group_size
-from parallel.pipeline import blocks_of_stages
+from parallel.pipeline import blocks_in_flight, blocks_of_stages
 
 LARGEST_MICRO_BATCH = 64  # sequences; more gains 1% for twice the memory
 LOGIT_ROWS = 4096  # of fused_cross_entropy, whose file needs Triton
@@ -134,13 +134,14 @@ def bytes_per_token(config):
     head, width = head / config.tensor, 2 if half else 4
     if config.tensor > 1:  # each rank has a part of everything but the inputs of c_attn and c_fc
         layer = layer / config.tensor + 2 * width * config.n_embd
-    layers = config.n_layer * layer
+    blocks = blocks_in_flight(config)
+    layers = blocks * layer
     if config.activation_checkpointing != "off":
         # each block's input; with "selective" also the GEMM outputs, ten times C; plus one block being recomputed
         kept = 2 if config.bf16_residual else 4
         if config.activation_checkpointing == "selective":
             kept += 20 if half else 40
-        layers = config.n_layer * config.n_embd * kept + layer
+        layers = blocks * config.n_embd * kept + layer
     training = layers + (0 if config.fused_cross_entropy else VOCAB_SIZE * head)
     # evaluation returns each token's loss and so holds all logits: 2 bytes compiled, 11 with eager float32 copies
     compiled = config.compile and config.stages_per_rank == 1

@@ -3,7 +3,7 @@
 A stage sends the residual stream, (B, T, C), to the next stage, and its gradient back. Little is sent, so stages may
 stand on different machines. Stages work at the same time because a step has several micro-batches:
 
-    stage 0    F0 F1       B0 F2 B1 F3 B2    B3
+    stage 0    F0 F1    B0 F2 B1 F3 B2    B3
     stage 1       F0 B0 F1 B1 F2 B2 F3 B3
 
 This is the 1F1B schedule (Narayanan et al. 2019, "PipeDream"): a backward (B) as soon as there is one, so that a stage
@@ -45,9 +45,10 @@ def check_flags(config, distributed):
         )
     groups = distributed.world_size // config.tensor
     if groups % size:
-        fits = [n for n in range(2, min(groups, config.n_layer + 1) + 1) if groups % n == 0]
+        fits = [n for n in range(2, (config.n_layer + 1) // config.stages_per_rank + 1) if groups % n == 0]
         where = f"{groups} ranks" if config.tensor == 1 else f"{groups} groups of {config.tensor} ranks"
-        raise UserError(f"--pipeline {size} does not divide {where}: try one of {fits}")
+        hint = f"try one of {fits}" if fits else "use --pipeline 1"
+        raise UserError(f"--pipeline {size} does not divide {where}: {hint}")
     if config.parallel in ("zero3", "hsdp"):
         raise UserError(
             f"--pipeline keeps a stage's weights gathered during a step, so --parallel {config.parallel} saves "
@@ -86,8 +87,14 @@ def blocks_of_stages(config, vocab_size=VOCAB_SIZE):
 
     last = min(reversed(range(config.n_layer - others + 1)), key=slowest)
     before, more = divmod(config.n_layer - last, others)
-    # the earlier a stage, the more micro-batches it keeps activations of, so it is not the one with one block more
+    # the earlier a stage, the more micro-batches are in flight there: the later ones have one block more
     return [before + (stage >= others - more) for stage in range(others)] + [last]
+
+
+def blocks_in_flight(config):
+    """Blocks whose activations a rank keeps, once for each micro-batch in flight: the most of all ranks, with 1F1B."""
+    stages, size = blocks_of_stages(config), config.pipeline
+    return max(sum(stages[rank::size]) * (size - rank) for rank in range(size))
 
 
 def bubble(config, distributed):
@@ -119,8 +126,8 @@ class Stage(nn.Module):
         self.config = model.config
         self.index, self.layers, self.first, self.last = index, layers, first, last
         self.blocks = nn.ModuleList(parts.h[layer] for layer in layers)
-        self.others = nn.ModuleList([parts.wte, parts.wpe] * first + [parts.wte, parts.ln_f] * last)  # FSDP's
-        # methods of the model, which use its parts: not the model itself, which contains this stage
+        # what the model's methods use, for FSDP, which shards a stage's own modules; the model contains this stage
+        self.others = nn.ModuleList([parts.wte, parts.wpe] * first + [parts.wte, parts.ln_f] * last)
         self.embed, self.head, self.find_documents = model.embed, model.head, model.find_documents
         self.autocast, self.micro_batches = model.autocast, None
         self.compiled = torch.compile(self.compute, dynamic=False) if model.flags.compile else self.compute
@@ -135,9 +142,9 @@ class Stage(nn.Module):
         """
         if idx is None:
             idx, targets = next(self.micro_batches)
-        evaluates = not torch.is_grad_enabled()
-        compute = self.compute if cache or evaluates and not self.compile_evaluations else self.compiled
+        compiled = not cache and (self.compile_evaluations or torch.is_grad_enabled())
         with self.autocast:
+            compute = self.compiled if compiled else self.compute
             return compute(x, idx, targets, reduction, at, cache)
 
     def compute(self, x, idx, targets, reduction, at, cache):
@@ -189,7 +196,7 @@ class Pipeline(GPT):
         # the ranks of the first and the last stage, which both have the embedding table
         ranks = torch.arange(self.distributed.world_size).view(self.size, -1)[[0, -1]]
         self.table_group, _ = dist.new_subgroups_by_enumeration(ranks.T.tolist())
-        # NCCL connects a group in its first collective, in which all ranks take part; sends alone would hang
+        # the first call in a group must be one of all its ranks, which a send between two stages is not (P2POp's docs)
         dist.all_reduce(torch.zeros((), device=self.distributed.device), group=self.group)
         return {stage: stage.blocks for stage in self.stages}
 

@@ -24,7 +24,7 @@ class Distributed:
     world_size: int
     device: torch.device
     tensor: int = 1  # adjacent ranks that split every layer, and so share their micro-batches
-    pipeline: int = 1  # stages of the model; all ranks of the first one come first, then those of the second
+    pipeline: int = 1  # groups of adjacent ranks with different blocks, which share their micro-batches one by one
 
     @property
     def data_size(self):

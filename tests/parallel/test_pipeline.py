@@ -29,8 +29,8 @@ distributed = process_group.start("cpu", pipeline=2)
 alone = replace(distributed, rank=0, world_size=1, pipeline=1)
 sizes = GPTConfig(seq_len=8, vocab_size=128, n_layer=5, n_head=4, n_embd=32)
 config = Config(device="cpu", autocast="off", compile=False, fused_cross_entropy=False, packed_qkv=False, n_layer=5)
-config = replace(config, fused_gelu=False, bf16_residual=False, n_embd=32, seq_len=8, warmup_steps=0, lr=1e-2)
-config = replace(config, micro_batch_size=2, total_batch_size=64)
+config = replace(config, fused_gelu=False, bf16_residual=False, n_embd=32, seq_len=8, warmup_steps=0, lr=1e-3)
+config = replace(config, micro_batch_size=2, total_batch_size=64, lr_schedule="constant")
 
 def full(tensor):
     return fsdp.full_tensor(tensor.detach())
@@ -40,17 +40,20 @@ for per_rank, layers in ((1, [[0, 1, 2], [3, 4]]), (2, [[0, 2, 3], [1, 4]])):
     stages = build(replace(config, pipeline=2, stages_per_rank=per_rank), distributed, sizes=sizes)
     own = dict(stages.model.named_parameters())
     assert {int(name.split(".")[2]) for name in own if ".h." in name} == set(layers[distributed.rank]), own.keys()
-    batches = list(torch.randint(128, (4, 2, 2, 8)))
-    for x, y in batches:
-        (whole.model(x, y) / 4).backward()
-    expected = torch.nn.utils.clip_grad_norm_(whole.model.parameters(), 1.0).item()
-    whole.optimizer.param_groups[0]["lr"] = whole.optimizer.param_groups[1]["lr"] = config.lr
-    whole.optimizer.step()
-    result = train_step(stages, 0, iter(batches).__next__)
-    assert abs(result.grad_norm / expected - 1) < 1e-5 and result.finite, (result, expected)
+    for step in range(10):
+        batches = list(torch.randint(128, (4, 2, 2, 8)))
+        losses = [whole.model(x, y) / 4 for x, y in batches]
+        sum(losses).backward()
+        norm = torch.nn.utils.clip_grad_norm_(whole.model.parameters(), 1.0)
+        whole.optimizer.step()
+        whole.optimizer.zero_grad()
+        result = train_step(stages, step, iter(batches).__next__)
+        assert result.finite and result.tokens == 64
+        expected = [sum(losses).item(), norm.item()]
+        torch.testing.assert_close([result.loss, result.grad_norm], expected, rtol=1e-5, atol=0)
     for name, weight in whole.model.named_parameters():
         if name in own and not name.endswith("c_attn.bias"):
-            torch.testing.assert_close(full(own[name]), weight.detach(), rtol=1e-3, atol=1e-5, msg=name)
+            torch.testing.assert_close(full(own[name]), weight.detach(), rtol=1e-3, atol=1e-4, msg=name)
 
     x, y = batches[0]
     caches = [trainer.model.new_cache(8) for trainer in (stages, whole)]
@@ -80,7 +83,7 @@ process_group.stop()
 """
 
 
-def test_gradients_and_updates_are_those_of_a_whole_model(command, tmp_path, monkeypatch):
+def test_ten_steps_are_those_of_a_whole_model(command, tmp_path, monkeypatch):
     (tmp_path / "script.py").write_text(SCRIPT)
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     done = command(tmp_path / "script.py", ranks=2)
@@ -94,7 +97,6 @@ def test_training_and_checkpoints_are_those_of_one_rank(train, train_several, tm
     flags += [*common, "--hellaswag_data", tmp_path / "items.jsonl"]
     whole = train("whole", *flags)
     middle = "log/{}/checkpoint_000005".format
-    (two,) = train_several(2, dict(two=[*flags, "--pipeline", 2]))
     few, interleaved = [*common, "--max_steps", 2], ["--pipeline", 2, "--stages_per_rank", 2]
     ddp, resumed, *others = train_several(
         4,
@@ -106,13 +108,12 @@ def test_training_and_checkpoints_are_those_of_one_rank(train, train_several, tm
         ),
     )
     one = train("one", *flags, "--resume", middle("ddp"))
-    for run in (two, ddp):
-        assert_same(run, whole, steps=10)
+    assert_same(ddp, whole, steps=10)
     for run in (resumed, one):
         assert_same(run, whole, steps=5)
     for run in others:
         assert logged(run) == pytest.approx(logged(whole)[:2], abs=1e-5)
-    samples = [[row["samples"] for row in metrics(run) if "samples" in row] for run in (whole, two, resumed, ddp, one)]
+    samples = [[row["samples"] for row in metrics(run) if "samples" in row] for run in (whole, resumed, ddp, one)]
     assert all(mine == samples[0] and mine for mine in samples)
 
 
