@@ -92,28 +92,26 @@ def test_ten_steps_are_those_of_a_whole_model(command, tmp_path, monkeypatch):
 
 def test_training_and_checkpoints_are_those_of_one_rank(train, train_several, tmp_path):
     (tmp_path / "items.jsonl").write_text("".join(json.dumps(item) + "\n" for item in make_items(5)))
-    common = ["--n_layer", 3, "--micro_batch_size", 1, "--total_batch_size", 128, "--mask_documents"]
-    flags = "--max_steps 10 --checkpoint_every 5 --val_every 10 --sample_every 10 --hellaswag_every 10".split()
-    flags += [*common, "--hellaswag_data", tmp_path / "items.jsonl"]
+    steps = ["--n_layer", 3, "--micro_batch_size", 1, "--total_batch_size", 128, "--mask_documents", "--max_steps"]
+    saves = [*steps, 10, "--checkpoint_every", 5]
+    flags = "--val_every 10 --sample_every 10 --hellaswag_every 10 --hellaswag_data".split()
+    flags = [*saves, *flags, tmp_path / "items.jsonl"]
     whole = train("whole", *flags)
     middle = "log/{}/checkpoint_000005".format
-    few, interleaved = [*common, "--max_steps", 2], ["--pipeline", 2, "--stages_per_rank", 2]
-    ddp, resumed, *others = train_several(
+    ddp, four, tensor = train_several(
         4,
         dict(
-            ddp=[*flags, "--pipeline", 2],
-            resumed=[*flags, *interleaved, "--parallel", "zero2", "--resume", middle("whole")],
-            four=[*few, "--pipeline", 4],
-            tensor=[*few, "--pipeline", 2, "--tensor", 2],
+            ddp=[*saves, "--pipeline", 2],
+            four=[*flags, "--pipeline", 4, "--resume", middle("whole")],
+            tensor=[*steps, 2, "--pipeline", 2, "--tensor", 2],
         ),
     )
     one = train("one", *flags, "--resume", middle("ddp"))
-    assert_same(ddp, whole, steps=10)
-    for run in (resumed, one):
+    assert logged(ddp) == pytest.approx(logged(whole), abs=1e-5)
+    assert logged(tensor) == pytest.approx(logged(whole)[:2], abs=1e-5)
+    for run in (four, one):
         assert_same(run, whole, steps=5)
-    for run in others:
-        assert logged(run) == pytest.approx(logged(whole)[:2], abs=1e-5)
-    samples = [[row["samples"] for row in metrics(run) if "samples" in row] for run in (whole, resumed, ddp, one)]
+    samples = [[row["samples"] for row in metrics(run) if "samples" in row] for run in (whole, four, one)]
     assert all(mine == samples[0] and mine for mine in samples)
 
 
