@@ -23,7 +23,7 @@ from observe.hardware import environment, flops_per_token, peak_memory, peak_tfl
 from observe.measure import SETTLING_STEPS
 from observe.plan import note_lines
 from observe.ranks import energy
-from parallel import fsdp, process_group
+from parallel import fsdp, pipeline, process_group
 from parallel.memory import free_memory, less_memory
 from train_gpt2 import build, train_step
 
@@ -54,7 +54,7 @@ def main():
         raise UserError(f"--steps {config.steps}: it must be at least 1")
     if config.init_from != "scratch":
         raise UserError("bench.py starts from random weights: use --init_from scratch")
-    distributed = process_group.start(config.device, config.tensor, config.context)
+    distributed = process_group.start(config.device, config.tensor, config.context, config.pipeline)
     with out_of_memory(less_memory()):
         time_steps(config, distributed)
     process_group.stop()
@@ -102,7 +102,7 @@ def report(trainer, results):
     power = f", {1000 * joules / results[-1].tokens:.3g} mJ a token" if math.isfinite(joules) else ""
     print(f"{rate:,.0f} tokens/sec, {1000 * step:.2f} ms a step{mfu}, peak memory {memory:.2f} GB{power}")
     devices = f"{distributed.world_size} × {environment(distributed.device)['hardware']}"
-    devices += f", {fsdp.describe(config, distributed)}" if distributed.world_size > 1 else ""
+    devices += f", {pipeline.describe(config, distributed)}" if distributed.world_size > 1 else ""
     print(f"first step {results[0].seconds:.1f} s; {devices}; PyTorch {torch.__version__}")
 
 

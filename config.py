@@ -14,9 +14,9 @@ from common.bounds import check_bounds
 from common.cli import Note, UserError, arguments, given, spell_switches
 from common.peer_flags import HINTS
 from observe import evaluation, profiler
-from optim import recipes
+from optim import recipes, schedules
 from optimizations import RUNGS, SWITCHES, flags_that_change, is_off, turn_off_unavailable
-from parallel import fsdp
+from parallel import fsdp, pipeline
 from parallel.memory import check_micro_batch_size, choose_micro_batch_size
 
 # layers, heads, width (Radford et al. 2019, table 2; heads as in OpenAI's released weights)
@@ -161,6 +161,10 @@ class SeveralGPUs:
     """Split every layer over this many adjacent ranks: heads, columns of the MLP, rows of the embedding table."""
     context: int = 1
     """Split every training sequence over this many adjacent ranks, for sequences too long for one GPU."""
+    pipeline: int = 1
+    """Divide the blocks into stages for this many groups of ranks, which compute different micro-batches at a time."""
+    stages_per_rank: int = 1
+    """With --pipeline: more stages on each rank wait less and send more (interleaved 1F1B)."""
     activation_checkpointing: Literal["off", "full", "selective"] = "off"
     """Recompute a block's activations in backward instead of keeping them: all, or only those that are cheap."""
 
@@ -318,6 +322,7 @@ def resolve(config, distributed, free_memory=None, pretrained=None, resumed=None
     if new.device == "auto":
         new.device = distributed.device.type
     new, notes = turn_off_unavailable(new, distributed)
+    pipeline.check_flags(new, distributed)
     fsdp.check_flags(new, distributed, notes)
     evaluation.limit_hellaswag(new, notes)
     if new.micro_batch_size is None:
@@ -325,19 +330,15 @@ def resolve(config, distributed, free_memory=None, pretrained=None, resumed=None
         notes.append(Note("micro_batch_size", new.micro_batch_size, reason))
     else:
         check_micro_batch_size(new, distributed)
+    pipeline.check_micro_batches(new, distributed)
     if new.fp8 and (new.n_embd % 16 or new.micro_batch_size * new.seq_len % (16 * new.context)):
         raise UserError(
             f"--fp8 needs multiples of 16: n_embd is {new.n_embd}, and a micro-batch has {new.micro_batch_size} × "
             f"{new.seq_len // new.context} tokens on a rank"
         )
-    if new.batch_warmup_steps and new.total_batch_size == new.micro_batch_size * new.seq_len * distributed.data_size:
-        reason = "it has no effect, since one micro-batch on each device is the full batch"
-        notes.append(Note("batch_warmup_steps", new.batch_warmup_steps, reason))
+    schedules.check_flags(new, distributed, notes)
     if new.hellaswag_data and not new.hellaswag_every:
         notes.append(Note("hellaswag_data", new.hellaswag_data, "it is not evaluated, since hellaswag_every is 0"))
-    if new.warmup_steps > new.max_steps:
-        reason = f"the run ends after {new.max_steps} steps, so lr never reaches {new.lr:g}"
-        notes.append(Note("warmup_steps", new.warmup_steps, reason))
     return new, notes
 
 

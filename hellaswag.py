@@ -125,12 +125,6 @@ def make_batches(pairs, seq_len, tokens, widths):
     return batches, torch.from_numpy(ends - starts)
 
 
-def items_of_run(config):
-    """The MultipleChoice of the items that a run evaluates, in batches of a training micro-batch's tokens."""
-    items = load_items(config.hellaswag_data, config.hellaswag_limit)
-    return MultipleChoice(items, config.seq_len, config.micro_batch_size * config.seq_len)
-
-
 class MultipleChoice:
     """Items of load_items as batches, and the accuracy of a model on them.
 
@@ -176,6 +170,14 @@ class MultipleChoice:
         """(acc, acc_norm), each between 0 and 1. A collective; arguments as of sum_losses."""
         tables = self.losses(losses_of, distributed, title, stop_signal)
         return tuple((table.argmin(dim=1) == self.labels).double().mean().item() for table in tables)
+
+
+def choice_in_training(config):
+    """The MultipleChoice that a training run evaluates, or None. config: a resolved Config."""
+    if not config.hellaswag_every:
+        return None
+    items = load_items(config.hellaswag_data, config.hellaswag_limit)
+    return MultipleChoice(items, config.seq_len, config.micro_batch_size * config.seq_len)
 
 
 @dataclass

@@ -247,8 +247,7 @@ class GPT(nn.Module):
         if T > self.config.seq_len:
             raise ValueError(f"{T} tokens, but the model knows {self.config.seq_len} positions")
         x = self.embed(idx, cache.reserve(T) if cache else torch.arange(T, device=idx.device))
-        # with a cache, all tokens belong to one document
-        documents = self.find_documents(idx) if self.config.mask_documents and not cache else NO_BOUNDARIES
+        documents = self.find_documents(idx, cache)
         for layer, block in enumerate(self.transformer.h):
             x = block(x, cache.layers[layer] if cache else None, documents)
         if cache:
@@ -257,8 +256,10 @@ class GPT(nn.Module):
             x = x.flatten(0, 1)[at]  # (N, C)
         return self.head(x, targets, reduction)
 
-    def find_documents(self, idx):
+    def find_documents(self, idx, cache):
         c = self.config
+        if cache or not c.mask_documents:  # with a cache, all tokens belong to one document
+            return NO_BOUNDARIES
         with_offsets = c.packed_qkv or (c.flash and has_varlen_attention(idx.device, c.n_embd // c.n_head))
         return find_documents(idx, c.vocab_size - 1, with_offsets)
 
@@ -292,7 +293,7 @@ class GPT(nn.Module):
 
     def new_cache(self, capacity):
         """An empty KV cache for forward, with room for `capacity` tokens."""
-        return Cache(self.config.n_layer, capacity, self.transformer.wpe.weight.device)
+        return Cache(self.config.n_layer, capacity, next(self.parameters()).device)
 
     # --------------------------------------------------------------------------------------------------------------
     # Hugging Face: a folder (or a name on the hub) with config.json and model.safetensors

@@ -58,7 +58,7 @@ def fused_update(config, distributed):
 def bf16_gpu(config, distributed):
     if config.autocast != "bf16":
         return "it needs --autocast bf16"
-    if distributed.device.type == "cpu" and config.parallel == "ddp" and distributed.tensor == 1:
+    if distributed.device.type == "cpu" and config.parallel == "ddp" and not splits_model(distributed):
         return "with ddp it is for GPUs: a CPU computes LayerNorm and additions faster in float32"
 
 
@@ -114,9 +114,13 @@ def hopper(config, distributed):
         return problem
     if torch.cuda.get_device_capability(distributed.device) < (9, 0):
         return f"{torch.cuda.get_device_name(distributed.device)} is older than Hopper"
-    if config.autocast != "bf16" or config.parallel != "ddp" or distributed.tensor > 1:
-        return "it needs --autocast bf16 and --parallel ddp, without --tensor"
+    if config.autocast != "bf16" or config.parallel != "ddp" or splits_model(distributed):
+        return "it needs --autocast bf16 and --parallel ddp, without --tensor and --pipeline"
     return triton(config, distributed)
+
+
+def splits_model(distributed):
+    return distributed.tensor > 1 or distributed.pipeline > 1
 
 
 def several_ranks(config, distributed):
@@ -125,8 +129,8 @@ def several_ranks(config, distributed):
 
 
 def compiled_ddp(config, distributed):
-    if not config.compile or config.parallel != "ddp" or distributed.tensor > 1 or distributed.world_size == 1:
-        return "it needs --compile, --parallel ddp without --tensor, and several ranks"
+    if not config.compile or config.parallel != "ddp" or splits_model(distributed) or distributed.world_size == 1:
+        return "it needs --compile, --parallel ddp without --tensor and --pipeline, and several ranks"
 
 
 def bf16_all_reduce(config, distributed):
@@ -265,7 +269,7 @@ OPTIMIZATIONS = (
     ),
     Optimization(
         "ddp",
-        dict(parallel="ddp", shard_ranks=None, tensor=1, context=1),
+        dict(parallel="ddp", shard_ranks=None, tensor=1, context=1, pipeline=1, stages_per_rank=1),
         "{parallel} × {world_size}",
         "every GPU computes a share of the batch; gradients are averaged once a step",
         needs=several_ranks,

@@ -120,20 +120,25 @@ def sample(model, prompt, count, max_new_tokens, seed=42, stop_signal=None, **op
 
 
 def sample_in_training(model, seed, distributed, stop_signal=None):
-    """Four short texts, or the reason why there are none: a list of strings; None after a stop signal.
+    """Four short texts, or the reason why there are none: a list of strings. A collective.
 
-    Rank 0 computes them, with the ranks that --tensor splits its layers over; the others return None.
+    Rank 0 computes them, with the ranks that its model is split over. Raises Stopped, on all ranks, if a signal stopped
+    rank 0.
     """
-    if distributed.data_context_rank:
-        return None
-    if distributed.tensor > 1:
-        stop_signal = None  # one rank must not stop alone: the training loop stops after the samples
-    try:
-        return sample(model, PROMPT, count=4, max_new_tokens=24, seed=seed, stop_signal=stop_signal)
-    except UserError as error:  # the logits are not finite; max_bad_steps decides when the run stops
-        return [f"({error})"]
-    except Stopped:
-        return None
+    texts = None
+    if distributed.data_context_rank == 0:
+        if distributed.tensor * distributed.pipeline > 1:
+            stop_signal = None  # one rank must not stop alone: the training loop stops after the samples
+        try:
+            texts = sample(model, PROMPT, count=4, max_new_tokens=24, seed=seed, stop_signal=stop_signal)
+        except UserError as error:  # the logits are not finite; max_bad_steps decides when the run stops
+            texts = [f"({error})"]
+        except Stopped:
+            texts = None
+    texts = distributed.broadcast(texts)
+    if texts is None:
+        raise Stopped
+    return texts
 
 
 def continue_prompt(model, prompt, count, max_new_tokens, seed, top_k=50, **options):

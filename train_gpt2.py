@@ -29,7 +29,7 @@ from common.signals import Stopped, StopSignal
 from config import Config, defaults, flags_that_matter, refuse_unavailable_flags, resolve
 from data import demo
 from data.loader import Loader, open_streams
-from hellaswag import items_of_run
+from hellaswag import choice_in_training
 from model import GPT, GPTConfig
 from observe import hang, profiler
 from observe.evaluation import bits_per_byte, validation_loss
@@ -40,7 +40,7 @@ from observe.run_log import RunLog
 from optim.optimizer import make_optimizer, update_if_finite
 from optim.schedules import accumulation_steps, learning_rate
 from optimizations import model_switches, plan_switches, saved_operators
-from parallel import context, fsdp, process_group, tensor
+from parallel import context, fsdp, pipeline, process_group, tensor
 from parallel.activation_checkpointing import checkpoint_activations
 from parallel.ddp import micro_batch, wrap_ddp, zero_gradients
 from parallel.memory import free_memory, less_memory
@@ -51,7 +51,7 @@ def main():
     config = parse(Config, default=defaults(sys.argv), hints=HINTS)
     if config.ladder:
         return ladder.climb(config)
-    distributed = process_group.start(config.device, config.tensor, config.context)
+    distributed = process_group.start(config.device, config.tensor, config.context, config.pipeline)
     with out_of_memory(less_memory()):
         train(config, distributed, given(sys.argv))
     process_group.stop()
@@ -78,19 +78,19 @@ class Trainer:
 
 def build(config, distributed, weights=None, sizes=None):
     """The Trainer of a resolved Config. weights: a path for load_weights, with `sizes`; None: random weights."""
-    device = distributed.device
     # tf32: float32 GEMMs on tensor cores, inputs rounded to 10 mantissa bits (no effect under autocast)
     torch.set_float32_matmul_precision("high" if config.tf32 else "highest")
     # autocast: GEMMs and attention in 16 bits, at twice TF32's rate and half its bytes; master weights stay float32
     half = torch.float16 if config.autocast == "fp16" else torch.bfloat16
-    autocast = torch.autocast(device.type, half, enabled=config.autocast != "off")
+    autocast = torch.autocast(distributed.device.type, half, enabled=config.autocast != "off")
     # fp16's smallest number is 6e-8: the loss is scaled up so that gradients stay above it
-    scaler = torch.amp.GradScaler(device.type, enabled=config.autocast == "fp16")
+    scaler = torch.amp.GradScaler(distributed.device.type, enabled=config.autocast == "fp16")
 
     torch.manual_seed(config.seed)
     sizes = sizes or GPTConfig(config.seq_len, n_layer=config.n_layer, n_head=config.n_head, n_embd=config.n_embd)
     with torch.device("meta"):  # shapes only: one rank may not have memory for all weights
-        model = GPT(replace(sizes, pad_to=math.lcm(128, config.tensor), **model_switches(config)))
+        sizes = replace(sizes, pad_to=math.lcm(128, config.tensor), **model_switches(config))
+        model = pipeline.Pipeline(sizes, config, distributed, autocast) if config.pipeline > 1 else GPT(sizes)
     # activation_checkpointing: less memory, for up to a third more computation
     checkpoint_activations(model, config.activation_checkpointing, saved_operators())
     # parallel: with zero2, zero3 and hsdp each rank holds a shard of the weights, with ddp all; tensor splits layers
@@ -109,7 +109,7 @@ def build(config, distributed, weights=None, sizes=None):
     context.split(model, config, distributed)  # each rank has some tokens of every sequence; in attention some heads
     # compile: fuses chains of element-wise operations into one kernel, and runs no Python between kernels. Each
     # shape has its own graph (dynamic=False): one each for training and validation, three for HellaSwag.
-    forward = torch.compile(model, dynamic=False) if config.compile else model
+    forward = torch.compile(model, dynamic=False) if config.compile and config.pipeline == 1 else model
     # ddp: each rank has all weights and a share of the batch; the last backward averages gradients over the ranks
     train_forward = wrap_ddp(forward, config, distributed)
     optimizer = make_optimizer(model, config)
@@ -146,20 +146,22 @@ def train_step(trainer, step, next_batch, stop_signal=None):
     for group in trainer.optimizer.param_groups:
         group["lr"] = learning_rate(step, config, group["peak"])
     loss_sum = torch.zeros((), device=distributed.device)
-    for micro_step in range(micro_steps):
-        last = micro_step == micro_steps - 1
-        x, y = next_batch()
-        # gradients accumulate over the micro-batches; the last backward averages them over the ranks
-        with micro_batch(trainer.model, trainer.train_forward, config, last):
-            with trainer.autocast:
-                loss = trainer.train_forward(x, y) / micro_steps
-            scaler.scale(loss).backward()
-        loss_sum += loss.detach()
-        if stop_signal and stop_signal.name and world_size == 1 and not last:
-            raise Stopped
+    if config.pipeline > 1:  # a schedule overlaps the forwards and backwards of the stages
+        loss_sum += trainer.model.accumulate(next_batch, micro_steps)
+    else:
+        for micro_step in range(micro_steps):
+            last = micro_step == micro_steps - 1
+            x, y = next_batch()
+            # gradients accumulate over the micro-batches; the last backward averages them over the ranks
+            with micro_batch(trainer.model, trainer.train_forward, config, last):
+                with trainer.autocast:
+                    loss = trainer.train_forward(x, y) / micro_steps
+                scaler.scale(loss).backward()
+            loss_sum += loss.detach()
+            if stop_signal and stop_signal.name and world_size == 1 and not last:
+                raise Stopped
     scaler.unscale_(trainer.optimizer)
-    norm = torch.nn.utils.clip_grad_norm_(trainer.model.parameters(), config.grad_clip or float("inf"))
-    norm = fsdp.full_tensor(norm)
+    norm = pipeline.clip_gradients(trainer.model, config.grad_clip or float("inf"))
     stop = bool(stop_signal and stop_signal.name)
     wait = distributed.begin_all_reduce(loss_sum / world_size, norm / world_size, stop, trainer.monitor.report())
     update_if_finite(trainer.optimizer, scaler, norm)
@@ -193,7 +195,7 @@ def train(flags, distributed, given_flags):
         distributed.on_main(lambda: demo.make_data(config.data_dir))
     train_stream, val_stream, data = open_streams(config)
     notes += resume.changed_data(start, config, data, train_stream.total)
-    hellaswag = items_of_run(config) if config.hellaswag_every else None
+    hellaswag = choice_in_training(config)
     place = (distributed.device, distributed.data_rank, distributed.data_size)
     loader = Loader(train_stream, config.micro_batch_size, config.seq_len, *place)
     trainer = build(config, distributed, start.weights, start.sizes)
@@ -289,8 +291,6 @@ def evaluate_if_due(trainer, step, tokens, val_stream, hellaswag, log, stop_sign
     if step > 0 and due(config.sample_every):
         with fsdp.gathered(model, config), trainer.autocast:
             texts = sample_in_training(model, config.seed, distributed, stop_signal)
-        if distributed.broadcast(texts) is None:  # rank 0 has received a signal
-            raise Stopped
         if log:
             log.samples(step, tokens, texts)
 

@@ -6,7 +6,7 @@ from common.cli import UserError
 def check_bounds(config):
     """Raises UserError for a number that no run can have."""
     positive = "n_layer n_head n_embd seq_len micro_batch_size total_batch_size max_steps val_tokens ladder_steps "
-    positive += "keep_checkpoints max_bad_steps shard_ranks tensor context hellaswag_limit"
+    positive += "keep_checkpoints max_bad_steps shard_ranks tensor context pipeline stages_per_rank hellaswag_limit"
     zero_or_more = "val_every hellaswag_every sample_every checkpoint_every seed profile lr min_lr_ratio warmup_steps "
     zero_or_more += "weight_decay grad_clip batch_warmup_steps adamw_lr memory_snapshot"
     for bound, names in ((1, positive), (0, zero_or_more)):

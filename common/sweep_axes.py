@@ -9,7 +9,7 @@ NOT_SWEPT = """
     demo ladder config resume rungs ladder_steps max_steps batch_warmup_steps log_dir run_name
     wandb wandb_group wandb_project peak_tflops val_tokens hellaswag_data hellaswag_limit
     val_every hellaswag_every sample_every checkpoint_every profile memory_snapshot
-    parallel shard_ranks tensor context overlap_gradients bf16_gradients
+    parallel shard_ranks tensor context pipeline stages_per_rank overlap_gradients bf16_gradients
 """.split()
 
 

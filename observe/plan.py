@@ -5,7 +5,7 @@ from common.cli import Note, python_command
 from observe import evaluation
 from observe.hardware import peak_memory
 from optim.schedules import accumulation_steps
-from parallel import fsdp
+from parallel import pipeline
 from parallel.memory import data_ranks
 
 
@@ -55,7 +55,7 @@ def print_plan(trainer, notes, start, train_stream, val_stream, hellaswag, log, 
         ("model", f"{sizes}; {trainer.model.num_params():,} parameters"),
         ("init", init),
         ("batch", batch),
-        *([("parallel", fsdp.describe(config, distributed))] if world_size > 1 else []),
+        *([("parallel", pipeline.describe(config, distributed))] if world_size > 1 else []),
         ("recipe", recipe),
         ("training", f"{config.max_steps:,} steps, {total:,} tokens, {total / train_stream.total:.2f} epochs"),
         ("on", f"{on} (off: {off})" if off else on),

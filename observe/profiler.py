@@ -115,10 +115,11 @@ def report(profile, config, model_config, log, first):
         title = "time by kind of operation"
         total, seconds = cpu_seconds(profile)
     peaks = None
+    size = config.tensor * config.context * config.pipeline  # ranks that share micro-batches
     # work() counts whole layers and sequences, and fused operations in 16 bits
-    if config.compile and config.autocast != "off" and not config.fp8 and config.tensor == config.context == 1:
+    if config.compile and config.autocast != "off" and not config.fp8 and size == 1:
         peaks = gpu_peaks(log.device, log.peak_flops and log.peak_flops / world_size)
-    data_size = world_size // (config.tensor * config.context)
+    data_size = world_size // size
     micro_steps = sum(accumulation_steps(first + i, config, data_size) for i in range(steps)) / steps
     work_per_step = work(model_config, config.seq_len, micro_steps * config.micro_batch_size * config.seq_len)
     table = make_table(seconds, total, steps, peaks, work_per_step)

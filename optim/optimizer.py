@@ -24,7 +24,7 @@ def make_optimizer(model, config):
             matrices.setdefault((parameter.shape, parts), []).append(parameter)
     taken = {id(parameter) for each in matrices.values() for parameter in each}
     rest = [parameter for parameter in model.parameters() if id(parameter) not in taken]
-    peak = config.adamw_lr if matrices else config.lr
+    peak = config.adamw_lr if config.optimizer == "muon" else config.lr
     groups = [
         dict(params=[p for p in rest if p.dim() >= 2], weight_decay=config.weight_decay, peak=peak),
         dict(params=[p for p in rest if p.dim() < 2], weight_decay=0.0, peak=peak),

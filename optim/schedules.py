@@ -2,6 +2,18 @@
 
 import math
 
+from common.cli import Note
+
+
+def check_flags(config, distributed, notes):
+    """Note warm-ups that have no effect."""
+    if config.batch_warmup_steps and accumulation_steps(config.batch_warmup_steps, config, distributed.data_size) == 1:
+        reason = "it has no effect, since one micro-batch on each device is the full batch"
+        notes.append(Note("batch_warmup_steps", config.batch_warmup_steps, reason))
+    if config.warmup_steps > config.max_steps:
+        reason = f"the run ends after {config.max_steps} steps, so lr never reaches {config.lr:g}"
+        notes.append(Note("warmup_steps", config.warmup_steps, reason))
+
 
 def learning_rate(step, config, peak):
     """The learning rate of step `step` (from 0) for a peak rate: linear warm-up to the peak, then by lr_schedule.

@@ -1,9 +1,9 @@
 """ZeRO by FSDP2: weights, gradients and optimizer state sharded over ranks (Rajbhandari et al. 2020, "ZeRO").
 
-The ranks form a mesh of (replicate, shard, tensor). A shard group holds one copy of the weights, or of the part that
---tensor gives to a rank. zero2 and zero3 use one shard group, hsdp one for each machine or --shard_ranks ranks. With
---tensor, ddp is FSDP with shard groups of one rank: DDP does not know the parts of a layer. Ranks that share sequences
-by --context are replicas or shards as any others.
+The ranks form a mesh of (pipeline, replicate, shard, tensor). A shard group holds one copy of the weights, or of the
+part that --pipeline and --tensor give to a rank. zero2 and zero3 use one shard group, hsdp one for each machine or
+--shard_ranks ranks. With --pipeline or --tensor, ddp is FSDP with shard groups of one rank: DDP does not know the parts
+of a model or layer. Ranks that share sequences by --context are replicas or shards as any others.
 https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html
 """
 
@@ -27,14 +27,14 @@ MIN_ALL_GATHER_PARAMS = 25_000_000
 
 def is_sharded(config):
     """Whether the parameters are FSDP's, not DDP's."""
-    return config.parallel != "ddp" or config.tensor > 1
+    return config.parallel != "ddp" or config.tensor > 1 or config.pipeline > 1
 
 
 def shard_group_size(config, distributed):
     """Number of ranks that FSDP divides one copy of the weights among, after --tensor has divided the layers."""
     machine = read_variable("LOCAL_WORLD_SIZE", range(1, 10**6), "1")
     hsdp = config.shard_ranks or max(1, machine // config.tensor)
-    return {"ddp": 1, "hsdp": hsdp}.get(config.parallel, distributed.world_size // config.tensor)
+    return {"ddp": 1, "hsdp": hsdp}.get(config.parallel, distributed.data_context_size)
 
 
 def check_flags(config, distributed, notes):
@@ -46,7 +46,9 @@ def check_flags(config, distributed, notes):
         notes.append(Note("shard_ranks", None, f"it is for --parallel hsdp, this is {config.parallel}"))
     if not is_sharded(config):
         return
-    mode = f"--tensor {config.tensor}" if config.parallel == "ddp" else config.parallel
+    mode = config.parallel
+    if mode == "ddp":
+        mode = f"--pipeline {config.pipeline}" if config.pipeline > 1 else f"--tensor {config.tensor}"
     if config.autocast == "fp16":
         raise UserError(f"--autocast fp16 scales its gradients, which needs --parallel ddp, not {mode}")
     if config.autocast == "bf16" and not config.bf16_residual:
@@ -96,20 +98,28 @@ def place(model, config, distributed):
 
     The model may be on the device "meta". Its weights are uninitialized afterwards: fill() copies them in.
     """
-    if is_sharded(config):
-        size = shard_group_size(config, distributed)
-        shape = (distributed.data_context_size // size, size, config.tensor)
-        mesh = init_device_mesh(distributed.device.type, shape, mesh_dim_names=("replicate", "shard", "tensor"))
-        # tensor: each rank has some heads, columns of the MLP and rows of the embedding table
+    if not is_sharded(config):
+        model.to_empty(device=distributed.device)
+        return
+    size = shard_group_size(config, distributed)
+    shape = (config.pipeline, distributed.data_context_size // size, size, config.tensor)
+    names = ("pipeline", "replicate", "shard", "tensor")
+    mesh = init_device_mesh(distributed.device.type, shape, mesh_dim_names=names)
+    # tensor: each rank has some heads, columns of the MLP and rows of the embedding table
+    if config.tensor > 1:
+        tensor.split(model, mesh["tensor"], config.seq_len // config.context)
+    # pipeline: each rank has some blocks
+    roots = model.form_stages(mesh["pipeline"]) if config.pipeline > 1 else {model: model.transformer.h}
+    for root, blocks in roots.items():
         if config.tensor > 1:
-            tensor.split(model, mesh["tensor"], config.seq_len // config.context)
-        shard(model, config, mesh["replicate", "shard"] if shape[0] > 1 else mesh["shard"])
-    model.to_empty(device=distributed.device)
+            tensor.gather_output(root)
+        shard(root, list(blocks), config, mesh["replicate", "shard"] if shape[1] > 1 else mesh["shard"])
+        root.to_empty(device=distributed.device)
 
 
-def shard(model, config, mesh):
-    """Shard a GPT in place over a mesh of (replicate, shard) or (shard). Parameters become DTensors, whose shards are
-    the float32 master weights.
+def shard(model, blocks, config, mesh):
+    """Shard a GPT, or a stage of one, in place over a mesh of (replicate, shard) or (shard). Parameters become
+    DTensors, whose shards are the float32 master weights.
 
     A unit of blocks is all-gathered, in bf16 under autocast, while the unit before it computes. zero2 keeps gathered
     weights until the step ends; zero3 and hsdp reshard a unit after its forward.
@@ -119,7 +129,7 @@ def shard(model, config, mesh):
         reduce_dtype=torch.bfloat16 if config.bf16_gradients else torch.float32,
         cast_forward_inputs=False,  # --bf16_residual alone decides the dtype of the residual stream
     )
-    blocks, together = list(model.transformer.h), blocks_together(model.config)
+    together = blocks_together(model.config)
     units = [blocks[i : i + together] for i in range(0, len(blocks), together)]
     for unit in (*units, model):
         fully_shard(unit, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward(unit, model, config))

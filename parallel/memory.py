@@ -6,6 +6,7 @@ from common.cli import UserError
 from data.tokenizer import VOCAB_SIZE
 from optim.optimizer import state_bytes
 from parallel.fsdp import blocks_together, shard_group_size
+from parallel.pipeline import blocks_in_flight, blocks_of_stages
 
 LARGEST_MICRO_BATCH = 64  # sequences; more gains 1% for twice the memory
 LOGIT_ROWS = 4096  # of fused_cross_entropy, whose file needs Triton
@@ -29,9 +30,8 @@ def nearest_multiples(number, factor):
 
 def data_ranks(distributed):
     """What the micro-batches of a batch are divided among, in words."""
-    size = distributed.tensor * distributed.context
-    groups = f"groups of {size} ranks" if size > 1 else "ranks"
-    return f"{distributed.data_size} {groups}"
+    size = distributed.world_size // distributed.data_size
+    return f"{distributed.data_size} {f'groups of {size} ranks' if size > 1 else 'ranks'}"
 
 
 def free_memory(distributed):
@@ -67,6 +67,9 @@ def choose_micro_batch_size(config, distributed, free):
     else:
         limit = 1024 / config.seq_len  # on a CPU more tokens gain nothing
         reason = f"the default on {distributed.device.type}"
+    if config.pipeline > 1:  # with 4 micro-batches for each stage the bubble is small (Huang et al. 2019, "GPipe")
+        limit = min(limit, config.total_batch_size // (share * 4 * config.pipeline))
+        reason += f", as long as --pipeline {config.pipeline} has {4 * config.pipeline} micro-batches"
     size = 1
     while size * 2 <= min(limit, LARGEST_MICRO_BATCH) and config.total_batch_size % (size * 2 * share) == 0:
         size *= 2
@@ -102,13 +105,22 @@ def count_params(config):
 
 def bytes_of_weights(config, distributed):
     """Bytes a rank holds for the weights: float32 master weights, gradients, optimizer state, and compute weights."""
-    weights = count_params(config) / config.tensor
+    block = 12 * config.n_embd**2 / config.tensor
+    embeddings = count_params(config) / config.tensor - config.n_layer * block
+    stages = blocks_of_stages(config)
+    blocks = max(sum(stages[rank :: config.pipeline]) for rank in range(config.pipeline))
+    weights = embeddings + blocks * block
     held = 4 + 4 + state_bytes(config)
+    if config.pipeline > 1:
+        # FSDP keeps the weights gathered and accumulates whole gradients in float32 until the last micro-batch; a
+        # schedule has buffers to receive every micro-batch and its gradient
+        width = 2 if config.bf16_residual else 4
+        buffers = 2 * width * config.n_embd * config.stages_per_rank * config.total_batch_size / distributed.data_size
+        return held * weights / shard_group_size(config, distributed) + (width + 4) * weights + buffers
     if config.parallel == "ddp":
         # +2: bf16 weights. They take 4 at the end of backward, when the activations are already freed
         return (held + 2) * weights
-    block = 12 * config.n_embd**2 / config.tensor
-    unit, embeddings = blocks_together(config) * block, weights - config.n_layer * block
+    unit = blocks_together(config) * block
     gathered = weights if config.parallel == "zero2" else embeddings + 2 * unit  # one unit computes, one is prefetched
     width = 4 if config.autocast == "off" else 2
     reduced = (width + 4) * max(unit, embeddings)  # a unit's gradients, and their float32 copy for the reduce-scatter
@@ -125,17 +137,19 @@ def bytes_per_token(config):
         layer = layer / config.tensor + 2 * width * config.n_embd
     if config.context > 1:  # c_proj reads a copy of attention's output, that of the second all-to-all
         layer += width * config.n_embd
-    layers = config.n_layer * layer
+    blocks = blocks_in_flight(config)
+    layers = blocks * layer
     if config.activation_checkpointing != "off":
         # each block's input; with "selective" also the outputs of GEMMs, ten times C, and of --context's all-to-alls,
         # four times C; plus one block being recomputed
         kept = 2 if config.bf16_residual else 4
         if config.activation_checkpointing == "selective":
             kept += 10 * width + (4 * width if config.context > 1 else 0)
-        layers = config.n_layer * config.n_embd * kept + layer
+        layers = blocks * config.n_embd * kept + layer
     training = layers + (0 if config.fused_cross_entropy else VOCAB_SIZE * head)
     training /= config.context
     # evaluation splits no sequence. It returns each token's loss and so holds all logits: 2 bytes compiled, 11 with
     # eager float32 copies
-    evaluation = VOCAB_SIZE * (2 if config.compile else 11) * (1 if half else 2) / config.tensor
+    compiled = config.compile and config.stages_per_rank == 1
+    evaluation = VOCAB_SIZE * (2 if compiled else 11) * (1 if half else 2) / config.tensor
     return max(training, evaluation)

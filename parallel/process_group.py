@@ -25,6 +25,7 @@ class Distributed:
     device: torch.device
     tensor: int = 1  # adjacent ranks that split every layer
     context: int = 1  # adjacent ranks, or groups of `tensor` ranks, that split every sequence of training
+    pipeline: int = 1  # groups of adjacent ranks with different blocks, which share their micro-batches one by one
 
     @property
     def data_size(self):
@@ -38,15 +39,15 @@ class Distributed:
 
     @property
     def data_context_size(self):
-        """Number of ranks, or groups of `tensor` ranks, over which gradients are averaged.
+        """Number of ranks, or groups of ranks that split the model, over which gradients are averaged.
 
         Evaluations, which split no sequence, divide their batches among these.
         """
-        return self.world_size // self.tensor
+        return self.world_size // (self.tensor * self.pipeline)
 
     @property
     def data_context_rank(self):
-        return self.rank // self.tensor
+        return self.rank // self.tensor % self.data_context_size
 
     @property
     def is_main(self):
@@ -126,11 +127,11 @@ class Distributed:
         return result
 
 
-def start(device_type, tensor=1, context=1, patience=PATIENCE):
+def start(device_type, tensor=1, context=1, pipeline=1, patience=PATIENCE):
     """Join the process group that torchrun describes, if it started this process, and choose this rank's device.
 
-    device_type: "auto", "cuda", "cpu" or "mps". tensor, context: as in Distributed; one rank splits nothing. Raises
-    UserError if the device does not exist, if there are more ranks than GPUs, or if other ranks do not come.
+    device_type: "auto", "cuda", "cpu" or "mps". tensor, context, pipeline: as in Distributed; one rank splits nothing.
+    Raises UserError if the device does not exist, if there are more ranks than GPUs, or if other ranks do not come.
     """
     device_type = choose_device_type(device_type)
     if device_type == "cuda" and not torch.cuda.is_available():
@@ -161,7 +162,8 @@ def start(device_type, tensor=1, context=1, patience=PATIENCE):
             timeout=timedelta(minutes=30),  # the others wait while rank 0 hashes tens of GB
             device_id=device if backend == "nccl" else None,
         )
-    return Distributed(rank, world_size, device, *((tensor, context) if world_size > 1 else ()))
+    sizes = (tensor, context, pipeline) if world_size > 1 else ()
+    return Distributed(rank, world_size, device, *sizes)
 
 
 def stop():

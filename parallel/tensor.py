@@ -123,8 +123,16 @@ def split(model, mesh, seq_len):
     distribute_module(model.transformer.wpe, mesh, None, before(positions), after(local))
     # the head takes a DTensor: its logits are split by columns, and F.cross_entropy computes in parallel
     distribute_module(model.transformer.ln_f, mesh, None, before(stream), after(gather))
-    # clone: FSDP's hook on the output does not allow a view, and full_tensor() may return one
-    model.register_forward_hook(lambda module, inputs, output: output.full_tensor().clone())
+
+
+def gather_output(model):
+    """Let a split GPT, or a stage of one, return plain tensors."""
+
+    def whole(module, inputs, output):
+        # clone: FSDP's hook on the output does not allow a view, and full_tensor() may return one
+        return output.full_tensor().clone() if isinstance(output, DTensor) else output
+
+    model.register_forward_hook(whole)
 
 
 def before(layout):

@@ -1,0 +1,167 @@
+"""Stages of blocks on several ranks: the gradients, training, evaluations and checkpoints of one rank."""
+
+import json
+
+import pytest
+import torch
+from conftest import ROOT, expect_error, logged, make_items, metrics
+from test_layouts import assert_same
+
+from common.cli import UserError
+from config import Config, resolve
+from parallel.pipeline import blocks_of_stages, describe
+from parallel.process_group import Distributed
+
+# On every rank a whole model beside the stages. The vocabulary is small, so that the last stage has blocks too
+SCRIPT = """
+from dataclasses import replace
+
+import torch
+
+from config import Config
+from model import GPTConfig
+from optim.optimizer import update_if_finite
+from parallel import fsdp, process_group
+from parallel.pipeline import clip_gradients
+from train_gpt2 import build, train_step
+
+distributed = process_group.start("cpu", pipeline=2)
+alone = replace(distributed, rank=0, world_size=1, pipeline=1)
+sizes = GPTConfig(seq_len=8, vocab_size=128, n_layer=5, n_head=4, n_embd=32)
+config = Config(device="cpu", autocast="off", compile=False, fused_cross_entropy=False, packed_qkv=False, n_layer=5)
+config = replace(config, fused_gelu=False, bf16_residual=False, n_embd=32, seq_len=8, warmup_steps=0, lr=1e-3)
+config = replace(config, micro_batch_size=2, total_batch_size=64, lr_schedule="constant")
+
+def full(tensor):
+    return fsdp.full_tensor(tensor.detach())
+
+for per_rank, layers in ((1, [[0, 1, 2], [3, 4]]), (2, [[0, 2, 3], [1, 4]])):
+    whole = build(config, alone, sizes=sizes)
+    stages = build(replace(config, pipeline=2, stages_per_rank=per_rank), distributed, sizes=sizes)
+    own = dict(stages.model.named_parameters())
+    assert {int(name.split(".")[2]) for name in own if ".h." in name} == set(layers[distributed.rank]), own.keys()
+    for step in range(10):
+        batches = list(torch.randint(128, (4, 2, 2, 8)))
+        losses = [whole.model(x, y) / 4 for x, y in batches]
+        sum(losses).backward()
+        norm = torch.nn.utils.clip_grad_norm_(whole.model.parameters(), 1.0)
+        whole.optimizer.step()
+        whole.optimizer.zero_grad()
+        result = train_step(stages, step, iter(batches).__next__)
+        assert result.finite and result.tokens == 64
+        expected = [sum(losses).item(), norm.item()]
+        torch.testing.assert_close([result.loss, result.grad_norm], expected, rtol=1e-5, atol=0)
+    for name, weight in whole.model.named_parameters():
+        if name in own and not name.endswith("c_attn.bias"):
+            torch.testing.assert_close(full(own[name]), weight.detach(), rtol=1e-3, atol=1e-4, msg=name)
+
+    x, y = batches[0]
+    caches = [trainer.model.new_cache(8) for trainer in (stages, whole)]
+    with torch.no_grad(), fsdp.gathered(stages.model, config):
+        at = torch.tensor([3, 11])
+        losses = [trainer.forward(x, y.flatten()[at], "none", at) for trainer in (stages, whole)]
+        tokens = [[trainer.model(part, cache=cache) for part in (x[:, :5], x[:, 5:6])]
+                  for trainer, cache in zip((stages, whole), caches)]
+    torch.testing.assert_close(losses[0], losses[1] * distributed.rank, rtol=1e-4, atol=1e-4)  # rank 1 has the head
+    torch.testing.assert_close(*tokens, rtol=1e-4, atol=1e-4)
+
+    # both copies of the table are the same numbers
+    tables = distributed.all_gather(full(own["transformer.wte.weight"]))
+    assert torch.equal(*tables)
+
+    # the gradient of one stage is not finite: no stage changes its weights
+    before = {name: full(weight).clone() for name, weight in own.items()}
+    stages.model.accumulate(iter(batches).__next__, 4)
+    if distributed.rank == 1:
+        own[f"transformer.h.{layers[1][0]}.attn.c_proj.bias"].grad.to_local()[0] = float("inf")
+    norm = clip_gradients(stages.model, 1.0)
+    assert not torch.isfinite(norm)
+    update_if_finite(stages.optimizer, stages.scaler, norm)
+    assert all(torch.equal(full(own[name]), before[name]) for name in own)
+    del stages, own
+process_group.stop()
+"""
+
+
+def test_ten_steps_are_those_of_a_whole_model(command, tmp_path, monkeypatch):
+    (tmp_path / "script.py").write_text(SCRIPT)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    done = command(tmp_path / "script.py", ranks=2)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_training_and_checkpoints_are_those_of_one_rank(train, train_several, tmp_path):
+    (tmp_path / "items.jsonl").write_text("".join(json.dumps(item) + "\n" for item in make_items(5)))
+    steps = ["--n_layer", 3, "--micro_batch_size", 1, "--total_batch_size", 128, "--mask_documents", "--max_steps"]
+    saves = [*steps, 10, "--checkpoint_every", 5]
+    flags = "--val_every 10 --sample_every 10 --hellaswag_every 10 --hellaswag_data".split()
+    flags = [*saves, *flags, tmp_path / "items.jsonl"]
+    whole = train("whole", *flags)
+    middle = "log/{}/checkpoint_000005".format
+    ddp, four, tensor = train_several(
+        4,
+        dict(
+            ddp=[*saves, "--pipeline", 2],
+            four=[*flags, "--pipeline", 4, "--resume", middle("whole")],
+            tensor=[*steps, 2, "--pipeline", 2, "--tensor", 2],
+        ),
+    )
+    one = train("one", *flags, "--resume", middle("ddp"))
+    assert logged(ddp) == pytest.approx(logged(whole), abs=1e-5)
+    assert logged(tensor) == pytest.approx(logged(whole)[:2], abs=1e-5)
+    for run in (four, one):
+        assert_same(run, whole, steps=5)
+    samples = [[row["samples"] for row in metrics(run) if "samples" in row] for run in (whole, four, one)]
+    assert all(mine == samples[0] and mine for mine in samples)
+
+
+def resolved(ranks, **flags):
+    distributed = Distributed(0, ranks, torch.device("cpu"), flags.get("tensor", 1), flags["pipeline"])
+    config, _ = resolve(Config(**flags), distributed)
+    return describe(config, distributed)
+
+
+def test_flags_that_do_not_fit_are_refused_in_one_line():
+    few = dict(pipeline=2, seq_len=1024, total_batch_size=4096)
+    for ranks, flags, words in (
+        (4, dict(pipeline=3), "--pipeline 3 does not divide 4 ranks: try one of [2, 4]"),
+        (8, dict(pipeline=3, tensor=2), "--pipeline 3 does not divide 4 groups of 2 ranks: try one of [2, 4]"),
+        (16, dict(pipeline=16), "16 stages, but 12 blocks and the head fill 13 at most"),
+        (4, dict(pipeline=4, stages_per_rank=4), "--pipeline 4 × --stages_per_rank 4 are 16 stages, but 12 blocks"),
+        (2, dict(pipeline=1, stages_per_rank=2), "--stages_per_rank is for --pipeline"),
+        (4, dict(pipeline=2, parallel="zero3"), "--parallel zero3 saves nothing: use zero2"),
+        (2, dict(pipeline=2, batch_warmup_steps=9), "--batch_warmup_steps begins with one micro-batch"),
+        (2, dict(pipeline=2, autocast="fp16"), "needs --parallel ddp, not --pipeline 2"),
+        (2, dict(few, micro_batch_size=4), "needs 2 micro-batches or more in a step, and there are 1: use "),
+        (2, dict(few, micro_batch_size=4), "--micro_batch_size 2"),
+        (2, dict(few, total_batch_size=3072, micro_batch_size=1, stages_per_rank=2), "a multiple of 2 micro-batches"),
+        (4, dict(few, total_batch_size=2048, micro_batch_size=1), "use a larger --total_batch_size"),
+    ):
+        with pytest.raises(UserError) as error:
+            resolved(ranks, **flags)
+        assert words in str(error.value)
+
+
+def test_stages_are_balanced_by_their_flops():
+    def blocks(pipeline, stages_per_rank=1, model=(12, 768)):
+        n_layer, n_embd = model
+        return blocks_of_stages(
+            Config(pipeline=pipeline, stages_per_rank=stages_per_rank, n_layer=n_layer, n_embd=n_embd)
+        )
+
+    assert blocks(1) == [12]
+    assert blocks(2) == [8, 4]  # the head costs as much as 4.5 blocks
+    assert blocks(3) == [5, 6, 1]
+    assert blocks(4) == [4, 4, 4, 0]
+    assert blocks(2, 2) == [4, 4, 4, 0]
+    assert blocks(2, model=(48, 1600)) == [25, 23]
+    assert resolved(2, pipeline=2, micro_batch_size=16) == (
+        "2 ranks share the blocks, 8 + 4; the bubble is 3.0% of a step"
+    )
+    assert resolved(4, pipeline=2, stages_per_rank=2, micro_batch_size=16) == (
+        "2 ranks share the blocks, 4 + 4 + 4 + 0; the bubble is 3.0% of a step; each stage: ddp"
+    )
+
+
+def test_one_rank_has_no_stages(train):
+    expect_error(train("alone", "--pipeline", 2, fails=True), "--pipeline does nothing here: there is one rank")
