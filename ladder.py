@@ -30,7 +30,7 @@ from observe import figures, time_to_loss
 from observe.figures import describe
 from observe.measure import OUT_OF_MEMORY, SETTLING_STEPS, measure, prepare, report_failures, save
 from observe.tables import COLUMNS, WIDTHS, align, markdown, row, sweep_markdown, uneven_warning, winner
-from optim import recipes
+from optim.recipes import RECIPES
 from optimizations import RUNGS, turn_off_unavailable
 from parallel.memory import choose_micro_batch_size
 from parallel.process_group import Distributed
@@ -284,15 +284,15 @@ def climb_to_loss(config):
     check(config)
     folder = prepare(config.log_dir, config.run_name, "to_loss")
     print(f"results: {folder}/\n{time_to_loss.head()}")
-    steps, ranks, rungs = config.max_steps, count_devices(config), recipes.rungs(config.lr)
+    steps, ranks = config.max_steps, count_devices(config)
     distributed = Distributed(0, ranks, torch.device(choose_device_type(config.device)))
     results, curves, changes, target = [], {}, {}, config.target_loss
-    with tqdm(total=len(rungs) * config.seeds * steps, unit="step", leave=False, disable=None) as bar:
+    with tqdm(total=len(RECIPES) * config.seeds * steps, unit="step", leave=False, disable=None) as bar:
         _, baseline = measure_baseline(config, distributed.device, folder, bar)
         if baseline["status"] in ("failed", "stopped"):
             raise UserError(baseline["reason"])
         bar.reset()
-        for index, (name, recipe) in enumerate(rungs.items(), 1):
+        for index, (name, recipe) in enumerate(RECIPES.items(), 1):
             rung, notes = turn_off_unavailable(long_run(config, changes | recipe), distributed)
             idle = "; ".join(str(note) for note in notes if note.flag in recipe)
             runs = [dict(status="skipped", reason=idle)] if idle else []

@@ -36,15 +36,12 @@ def bring(flags):
     return dict(small, **MUON if flags.get("optimizer") == "muon" else {})
 
 
-def rungs(lr):
-    """The ladder of `ladder.py --to_loss`, {rung: the flags that it changes}.
-
-    The first rung is the command line's recipe, with the learning rate lr; by default GPT-3's (Brown et al. 2020).
-    """
-    return {
-        "GPT-3's recipe": {},
-        "3 × learning rate": dict(lr=3 * lr),
-        "linear decay to 0": dict(lr_schedule="linear", min_lr_ratio=0.0),
-        "Muon": MUON,
-        "fp8": dict(fp8=True),
-    }
+# The ladder of `ladder.py --to_loss`, {rung: the flags that it changes}. The first rung is the command line's recipe,
+# by default GPT-3's (Brown et al. 2020)
+RECIPES = {
+    "GPT-3's recipe": {},
+    "learning rate 1.8e-3": dict(lr=1.8e-3),
+    "linear decay to 0": dict(lr_schedule="linear", min_lr_ratio=0.0),
+    "Muon": MUON,
+    "fp8": dict(fp8=True),
+}
