@@ -78,6 +78,12 @@ def blocks_together(config):
     return max(1, min(math.ceil(MIN_ALL_GATHER_PARAMS / (12 * config.n_embd**2)), config.n_layer // 3))
 
 
+def units_of(model):
+    """The FSDP units of a GPT besides the model itself: lists of adjacent blocks."""
+    blocks, together = list(model.transformer.h), blocks_together(model.config)
+    return [blocks[i : i + together] for i in range(0, len(blocks), together)]
+
+
 def describe(config, distributed):
     """The parallel mode in words, for the plan."""
     words, size, unit = config.parallel, distributed.data_context_size, "ranks"
@@ -119,8 +125,7 @@ def shard(model, config, mesh):
         reduce_dtype=torch.bfloat16 if config.bf16_gradients else torch.float32,
         cast_forward_inputs=False,  # --bf16_residual alone decides the dtype of the residual stream
     )
-    blocks, together = list(model.transformer.h), blocks_together(model.config)
-    units = [blocks[i : i + together] for i in range(0, len(blocks), together)]
+    units = units_of(model)
     for unit in (*units, model):
         fully_shard(unit, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward(unit, model, config))
     for unit, following in zip(units, units[1:]):
