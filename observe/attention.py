@@ -27,7 +27,7 @@ from observe import figures, roofline
 from observe.hardware import environment, peak_tflops
 from observe.measure import OUT_OF_MEMORY, prepare, save
 from observe.tables import align, markdown_table
-from observe.timing import forward_and_backward
+from observe.timing import dtype_of_activations, forward_and_backward
 from parallel import process_group
 
 LENGTHS = tuple(512 * 2**i for i in range(7))
@@ -157,8 +157,7 @@ def time_kernel(name, D, T, flags, device):
 
 def measure(name, D, T, flags, device):
     B, C = flags.tokens // T, flags.n_embd
-    has_bf16 = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
-    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16 if has_bf16 else torch.float16
+    dtype = dtype_of_activations(device)
     qkv = torch.randn(B, T, 3 * C, device=device, dtype=dtype, requires_grad=True)
 
     def forward():

@@ -1,4 +1,4 @@
-"""Figures: the ladder, the heat map of a sweep, attention, links, the roofline. Each function writes one PNG."""
+"""Figures: the ladder, sweeps, attention, links, kernels, the roofline. Each function writes one PNG."""
 
 import statistics
 from itertools import product
@@ -223,6 +223,35 @@ def links(results, path):
     axes[0].legend(frameon=False, fontsize=9, labelcolor=INK)
     facts = results[0]["facts"]
     figure.suptitle(f"{facts['title']}, PyTorch {facts['torch']}", x=0.01, ha="left", fontsize=11, color=INK)
+    figure.savefig(path)
+
+
+def kernels(results, bandwidth, path):
+    """GB/s of each level, a panel for each operation. bandwidth: bytes/s of the device's memory, or None.
+
+    results: of observe/kernels.py; only those with status "done" are drawn.
+    """
+    results = [result for result in results if result["status"] == "done"]
+    names = list(dict.fromkeys(result["name"] for result in results))
+    figure, axes = new_figure(1.5 + 4.2 * len(names), 3.2, columns=len(names))
+    for ax, name in zip(axes, names):
+        rows = [result for result in results if result["name"] == name]
+        rates = [result["gb_per_s"] for result in rows]
+        ax.barh(range(len(rows)), rates, height=0.68, color=SPEED)
+        for position, (row, rate) in enumerate(zip(rows, rates)):
+            ms = row["forward_ms"] + row["backward_ms"]
+            ax.text(rate, position, f" {rate:,.0f}   {ms:.3g} ms", va="center", fontsize=8, color=INK)
+        if bandwidth:
+            ax.axvline(bandwidth / 1e9, color=MUTED, linewidth=1, linestyle="--")
+        ax.set_xlim(0, 1.5 * max(rates) if not bandwidth else max(1.2 * bandwidth / 1e9, 1.5 * max(rates)))
+        ax.set_yticks(range(len(rows)), [row["level"] for row in rows])
+        ax.invert_yaxis()
+        ax.set_title(name, loc="left", fontsize=10, color=MUTED)
+        ax.set_xlabel("GB/s, forward and backward", color=INK)
+    facts = results[0]["facts"]
+    limit = f"; dashed: memory's {bandwidth / 1e9:,.0f} GB/s" if bandwidth else ""
+    about_device = f"{facts['hardware']}, PyTorch {facts['torch']}{limit}"
+    figure.suptitle(f"One operation at every level: {about_device}", x=0.01, ha="left", fontsize=11, color=INK)
     figure.savefig(path)
 
 

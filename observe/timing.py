@@ -14,6 +14,14 @@ BUSY = 2_000_000  # clock cycles, 1 ms: the GPU waits until the host has launche
 FLUSH_BYTES = 256 * 2**20
 
 
+def dtype_of_activations(device):
+    """The dtype of a training step's activations: bf16, fp16 on GPUs without it, float32 on a CPU."""
+    if device.type == "cpu":
+        return torch.float32
+    has_bf16 = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
+    return torch.bfloat16 if has_bf16 else torch.float16
+
+
 def time_of(device, function, first=lambda: None):
     """(ms, the result) of a function, by the device's clock. first(): work of the device before it, not timed."""
     if device.type != "cuda":
@@ -36,8 +44,9 @@ def time_of(device, function, first=lambda: None):
 def forward_and_backward(device, function, leaves, repeats):
     """{forward_ms, backward_ms, peak_gb} of a function without arguments: medians, and peak_gb on a GPU, else None.
 
-    leaves: the tensors whose gradients backward computes. peak_gb: GB (2**30) at the peak beyond those held before.
-    On a GPU each run begins with an L2 cache that holds none of its inputs.
+    leaves: the tensors whose gradients backward computes. A result that needs no gradient has no backward, which then
+    takes 0 ms. peak_gb: GB (2**30) at the peak beyond those held before. On a GPU each run begins with an L2 cache that
+    holds none of its inputs.
     """
     gpu = device.type == "cuda"
     cache = torch.empty(FLUSH_BYTES, dtype=torch.int8, device=device) if gpu else None
@@ -56,6 +65,9 @@ def forward_and_backward(device, function, leaves, repeats):
             cache.zero_()
         ms, y = time_of(device, function)
         forward.append(ms)
+        if not y.requires_grad:
+            backward.append(0.0)
+            continue
         gradient = torch.ones_like(y) if y.dim() == 0 else torch.randn_like(y)
         if gpu:
             cache.zero_()
