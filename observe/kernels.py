@@ -125,6 +125,10 @@ def library_cross_entropy(logits, targets):
     return F.cross_entropy(logits.float(), targets)  # as under autocast
 
 
+def library_gelu(x):
+    return F.gelu(x, approximate="tanh")
+
+
 def library_layer_norm(x, weight, bias):
     return F.layer_norm(x, x.shape[-1:], weight, bias, EPSILON)
 
@@ -154,12 +158,16 @@ def compiled(function, mode=None):
     return torch.compile(function, mode=mode, dynamic=False)
 
 
-EAGER = dict(cross_entropy=cross_entropy, gelu=gelu, layer_norm=layer_norm)
-# kernel: {level: its function}; "compiled" and "max-autotune" compile the eager one
-LEVELS = {name: {"eager": function, "compiled": function, "max-autotune": function} for name, function in EAGER.items()}
-LEVELS["cross_entropy"] |= dict(library=library_cross_entropy, triton=triton_cross_entropy, liger=liger_cross_entropy)
-LEVELS["gelu"] |= dict(library=partial(F.gelu, approximate="tanh"))
-LEVELS["layer_norm"] |= dict(library=library_layer_norm, liger=liger_layer_norm)
+# kernel: {level: its function}; "compiled" and "max-autotune" compile the library's, which model.py calls
+LEVELS = dict(
+    cross_entropy=dict(
+        eager=cross_entropy, library=library_cross_entropy, triton=triton_cross_entropy, liger=liger_cross_entropy
+    ),
+    gelu=dict(eager=gelu, library=library_gelu),
+    layer_norm=dict(eager=layer_norm, library=library_layer_norm, liger=liger_layer_norm),
+)
+for levels in LEVELS.values():
+    levels |= {"compiled": levels["library"], "max-autotune": levels["library"]}
 
 
 def missing(level, device):
