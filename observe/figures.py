@@ -240,7 +240,7 @@ def kernels(results, bandwidth, path):
         ax.barh(range(len(rows)), rates, height=0.68, color=SPEED)
         for position, (row, rate) in enumerate(zip(rows, rates)):
             ms = row["forward_ms"] + row["backward_ms"]
-            ax.text(rate, position, f" {rate:,.0f}   {ms:.3g} ms", va="center", fontsize=8, color=INK)
+            ax.text(rate, position, f" {rate:.4g}   {ms:.3g} ms", va="center", fontsize=8, color=INK)
         if bandwidth:
             ax.axvline(bandwidth / 1e9, color=MUTED, linewidth=1, linestyle="--")
         ax.set_xlim(0, 1.5 * max(rates) if not bandwidth else max(1.2 * bandwidth / 1e9, 1.5 * max(rates)))
