@@ -11,8 +11,6 @@ returns three gradients pays for the copy.
 import common.interrupt  # first: Ctrl-C during the other imports
 
 import importlib.util
-import statistics
-import time
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -29,12 +27,10 @@ from observe import figures, roofline
 from observe.hardware import environment, peak_tflops
 from observe.measure import OUT_OF_MEMORY, prepare, save
 from observe.tables import align, markdown_table
+from observe.timing import dtype_of_activations, forward_and_backward
 from parallel import process_group
 
 LENGTHS = tuple(512 * 2**i for i in range(7))
-WARM_UP = 3  # runs that are not measured
-LONGEST = 2.0  # seconds after which no further run is started
-BUSY = 2_000_000  # clock cycles, 1 ms: the GPU waits until the host has launched a kernel, so that Python is not timed
 # Backends of F.scaled_dot_product_attention. PyTorch's own FlashAttention is version 2; packed_qkv, besides these,
 # calls cuDNN's kernels through its front end.
 SDPA = dict(
@@ -161,49 +157,14 @@ def time_kernel(name, D, T, flags, device):
 
 def measure(name, D, T, flags, device):
     B, C = flags.tokens // T, flags.n_embd
-    has_bf16 = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
-    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16 if has_bf16 else torch.float16
+    dtype = dtype_of_activations(device)
     qkv = torch.randn(B, T, 3 * C, device=device, dtype=dtype, requires_grad=True)
-    forward, backward = [], []
-    clock = partial(time_of, device)
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-    before = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
-    for repeat in range(WARM_UP + flags.repeats):
-        if repeat == WARM_UP:
-            began = time.perf_counter()
-        elif repeat > WARM_UP and time.perf_counter() - began > LONGEST:
-            break
-        qkv.grad = None
+
+    def forward():
         with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
-            ms, y = clock(partial(attend, name, qkv, C // D))
-        forward.append(ms)
-        ms, _ = clock(partial(y.backward, torch.randn_like(y)))
-        backward.append(ms)
-        del y
-    times = dict(
-        forward_ms=statistics.median(forward[WARM_UP:]), backward_ms=statistics.median(backward[WARM_UP:]), peak_gb=None
-    )
-    if device.type == "cuda":
-        times["peak_gb"] = (torch.cuda.max_memory_allocated(device) - before) / 2**30
-    return times
+            return attend(name, qkv, C // D)
 
-
-def time_of(device, function):
-    """(ms, the result) of a function, by the device's clock."""
-    if device.type != "cuda":
-        began = time.perf_counter()
-        result = function()
-        if device.type == "mps":
-            torch.mps.synchronize()
-        return 1e3 * (time.perf_counter() - began), result
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    torch.cuda._sleep(BUSY)
-    start.record()
-    result = function()
-    end.record()
-    end.synchronize()
-    return start.elapsed_time(end), result
+    return forward_and_backward(device, forward, [qkv], flags.repeats)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

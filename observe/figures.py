@@ -1,4 +1,4 @@
-"""Figures: the ladder, the heat map of a sweep, attention, the roofline. Each function writes one PNG."""
+"""Figures: the ladder, sweeps, attention, links, kernels, the roofline. Each function writes one PNG."""
 
 import statistics
 from itertools import product
@@ -200,6 +200,58 @@ def attention(results, path):
     figure.suptitle(
         f"Attention: {facts['hardware']}, PyTorch {facts['torch']}", x=0.01, ha="left", fontsize=11, color=INK
     )
+    figure.savefig(path)
+
+
+def links(results, path):
+    """Time and bus bandwidth of each collective against its size. results: of observe/links.py."""
+    figure, axes = new_figure(12, 5, columns=2)
+    names = list(dict.fromkeys(result["name"] for result in results))
+    for ax, key, label in zip(axes, ("ms", "bus_gb_per_s"), ("ms", "bus bandwidth, GB/s")):
+        for name, color in zip(names, PALETTE):
+            line = [result for result in results if result["name"] == name]
+            sizes, values = [result["bytes"] for result in line], [result[key] for result in line]
+            ax.plot(sizes, values, color=color, marker="o", markersize=3, label=name)
+        ax.set_xscale("log", base=2)
+        ax.set_yscale("log")
+        ticks = ((2**10, "1 KB"), (2**15, "32 KB"), (2**20, "1 MB"), (2**25, "32 MB"), (2**30, "1 GB"))
+        ax.set_xticks(*zip(*(tick for tick in ticks if tick[0] <= max(result["bytes"] for result in results))))
+        ax.yaxis.set_major_formatter("{x:g}")
+        ax.set_xlabel("size of the collective", color=INK)
+        ax.set_ylabel(label, color=INK)
+        ax.grid(axis="y", color=RULE, linewidth=0.6)
+    axes[0].legend(frameon=False, fontsize=9, labelcolor=INK)
+    facts = results[0]["facts"]
+    figure.suptitle(f"{facts['title']}, PyTorch {facts['torch']}", x=0.01, ha="left", fontsize=11, color=INK)
+    figure.savefig(path)
+
+
+def kernels(results, bandwidth, path):
+    """GB/s of each level, a panel for each operation. bandwidth: bytes/s of the device's memory, or None.
+
+    results: of observe/kernels.py; only those with status "done" are drawn.
+    """
+    results = [result for result in results if result["status"] == "done"]
+    names = list(dict.fromkeys(result["name"] for result in results))
+    figure, axes = new_figure(1.5 + 4.2 * len(names), 3.2, columns=len(names))
+    for ax, name in zip(axes, names):
+        rows = [result for result in results if result["name"] == name]
+        rates = [result["gb_per_s"] for result in rows]
+        ax.barh(range(len(rows)), rates, height=0.68, color=SPEED)
+        for position, (row, rate) in enumerate(zip(rows, rates)):
+            ms = row["forward_ms"] + row["backward_ms"]
+            ax.text(rate, position, f" {rate:.4g}   {ms:.3g} ms", va="center", fontsize=8, color=INK)
+        if bandwidth:
+            ax.axvline(bandwidth / 1e9, color=MUTED, linewidth=1, linestyle="--")
+        ax.set_xlim(0, 1.5 * max(rates) if not bandwidth else max(1.2 * bandwidth / 1e9, 1.5 * max(rates)))
+        ax.set_yticks(range(len(rows)), [row["level"] for row in rows])
+        ax.invert_yaxis()
+        ax.set_title(name, loc="left", fontsize=10, color=MUTED)
+        ax.set_xlabel("GB/s, forward and backward", color=INK)
+    facts = results[0]["facts"]
+    limit = f"; dashed: memory's {bandwidth / 1e9:,.0f} GB/s" if bandwidth else ""
+    about_device = f"{facts['hardware']}, PyTorch {facts['torch']}{limit}"
+    figure.suptitle(f"One operation at every level: {about_device}", x=0.01, ha="left", fontsize=11, color=INK)
     figure.savefig(path)
 
 

@@ -7,15 +7,19 @@ FLOPs per byte of memory traffic.
 import torch
 
 
-def gpu_peaks(device, peak_flops):
-    """(FLOP/s, bytes/s) of a GPU with `peak_flops`, or None if one of the two is unknown."""
+def memory_bandwidth(device):
+    """The bytes/s of a GPU's memory by its clock and bus width, or None if they are unknown."""
     if device.type != "cuda":
         return None
     properties = torch.cuda.get_device_properties(device)
     clock, width = (getattr(properties, name, 0) for name in ("memory_clock_rate", "memory_bus_width"))  # kHz, bits
-    if not (peak_flops and clock and width):
-        return None
-    return peak_flops, 2 * clock * 1e3 * width / 8  # double data rate: two transfers per clock
+    return 2 * clock * 1e3 * width / 8 or None  # double data rate: two transfers per clock
+
+
+def gpu_peaks(device, peak_flops):
+    """(FLOP/s, bytes/s) of a GPU with `peak_flops`, or None if one of the two is unknown."""
+    bandwidth = memory_bandwidth(device)
+    return (peak_flops, bandwidth) if peak_flops and bandwidth else None
 
 
 def work(c, T, tokens):

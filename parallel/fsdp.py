@@ -80,6 +80,12 @@ def blocks_together(config):
     return max(1, min(math.ceil(MIN_ALL_GATHER_PARAMS / (12 * config.n_embd**2)), config.n_layer // 3))
 
 
+def units_of(blocks, config):
+    """The FSDP units of a GPT, or a stage of one, besides itself: lists of adjacent blocks."""
+    together = blocks_together(config)
+    return [blocks[i : i + together] for i in range(0, len(blocks), together)]
+
+
 def describe(config, distributed):
     """The parallel mode in words, for the plan."""
     words, size, unit = config.parallel, distributed.data_context_size, "ranks"
@@ -129,8 +135,7 @@ def shard(model, blocks, config, mesh):
         reduce_dtype=torch.bfloat16 if config.bf16_gradients else torch.float32,
         cast_forward_inputs=False,  # --bf16_residual alone decides the dtype of the residual stream
     )
-    together = blocks_together(model.config)
-    units = [blocks[i : i + together] for i in range(0, len(blocks), together)]
+    units = units_of(blocks, model.config)
     for unit in (*units, model):
         fully_shard(unit, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward(unit, model, config))
     for unit, following in zip(units, units[1:]):
