@@ -6,6 +6,7 @@ from itertools import product
 INK, MUTED, RULE = "#1f2328", "#6a737d", "#d8dee4"
 SPEED, MEMORY = "#2f6fbb", "#c77d2e"
 PALETTE = ("#2f6fbb", "#c77d2e", "#4f9d69", "#b5495b", "#7d5ba6", "#8a8f98")
+PARTS = ("#7d5ba6", "#b5495b", "#4f9d69", "#e0a458", "#8fb3dc", "#8a8f98")  # of memory, as in step_memory.py
 HEAT = "Blues"
 UNEVEN = 0.3  # steps are marked as uneven from this ratio of their times' interquartile range to the median
 
@@ -65,14 +66,14 @@ def about(facts):
 
 
 def ladder(results, path):
-    """Tokens/sec and peak memory of each rung, the first on top.
+    """Tokens/sec and peak memory of each rung, the first on top; on a GPU with what the memory is for.
 
     results: one dictionary per rung, as from measure.measure; only those with status "done" are drawn.
     """
     results = [result for result in results if result["status"] == "done"]
     names = [result["rung"] + (uneven(result) and f"\nuneven steps: {uneven(result)}") for result in results]
     figure, (speed, memory) = new_figure(
-        11, 1.5 + 0.42 * len(names), columns=2, sharey=True, gridspec_kw=dict(width_ratios=(2.6, 1))
+        11, 1.5 + 0.42 * len(names), columns=2, sharey=True, gridspec_kw=dict(width_ratios=(2.2, 1))
     )
     positions = range(len(names))
     rates = [result["tokens_per_sec"] for result in results]
@@ -91,12 +92,29 @@ def ladder(results, path):
             rate = f"{rate_text(value, min(rates))}   {ratio:.{2 if ratio < 10 else 1}f} ×"
             text = rate if ax is speed else f"{value:.1f}"
             ax.text(value + 0.012 * max(values), position, text, va="center", fontsize=9, color=INK)
+    stack_memory(memory, results)
     speed.set_yticks(positions, names)
     speed.invert_yaxis()
     figure.suptitle(
         f"What each optimization buys: {about(results[0]['facts'])}", x=0.01, ha="left", fontsize=12, color=INK
     )
     figure.savefig(path)
+
+
+def stack_memory(ax, results):
+    """Draw the parts of each result's memory_gb over its bar of peak memory, if they were measured."""
+    measured = {y: result for y, result in enumerate(results) if result.get("memory_gb")}
+    if not measured:
+        return
+    stacks = [result["memory_gb"] for result in measured.values()]
+    # compilation, or the search for the fastest GEMM
+    rests = [max(0.0, result["peak_gb"] - sum(result["memory_gb"].values())) for result in measured.values()]
+    parts = {name.replace("_", " "): [stack[name] for stack in stacks] for name in stacks[0]}
+    starts = [0.0] * len(stacks)
+    for (name, sizes), color in zip((parts | {"outside of a step": rests}).items(), (*PARTS, RULE)):
+        ax.barh(list(measured), sizes, left=starts, height=0.68, color=color, label=name)
+        starts = [start + size for start, size in zip(starts, sizes)]
+    ax.legend(loc="upper center", bbox_to_anchor=(0.5, 0), ncols=2, frameon=False, fontsize=8, labelcolor=INK)
 
 
 def time_to_loss(curves, target, facts, path):

@@ -67,6 +67,18 @@ def allocate_state(optimizer):
             value.zero_()
 
 
+def clip_gradients(model, max_norm):
+    """Scale the gradients down to a norm of max_norm; 0: leave them as they are. Returns the norm before, a scalar or a
+    DTensor as the gradients are.
+
+    The norm is computed in either case: the log has it, and a step whose norm is not finite is skipped.
+    """
+    norm = torch.nn.utils.get_total_norm([parameter.grad for parameter in model.parameters()])
+    if max_norm:
+        torch.nn.utils.clip_grads_with_norm_(model.parameters(), max_norm, norm)
+    return norm
+
+
 def update_if_finite(optimizer, scaler, norm):
     """Update the weights, unless the gradient norm is infinite or NaN: then no weight changes.
 

@@ -41,6 +41,18 @@ def test_a_ladder_has_one_unit_and_marks_uneven_steps(tmp_path, monkeypatch):
     assert "| 1 | 1.00 (uneven steps: 45%) |" in sweep
 
 
+def test_memory_is_stacked_where_it_was_measured(tmp_path, monkeypatch):
+    memory = dict(weights=0.25, optimizer_states=0.5)
+    results = [rung("baseline", 1000), rung("+ tf32", 2000) | dict(memory_gb=memory)]
+    _, (_, ax) = draw(monkeypatch, figures.ladder, results, tmp_path / "ladder.png")
+    plain, *parts = ax.containers
+    assert [bar.get_width() for bar in plain] == [1.0, 1.0]
+    stacked = {bars.get_label(): (bar.get_x(), bar.get_width()) for bars in parts for bar in bars}
+    assert stacked == {"weights": (0, 0.25), "optimizer states": (0.25, 0.5), "outside of a step": (0.75, 0.25)}
+    assert {bar.get_y() for bars in parts for bar in bars} == {plain[1].get_y()}
+    assert [text.get_text() for text in ax.get_legend().get_texts()] == list(stacked)
+
+
 def test_rates_below_a_thousand_are_not_rounded():
     assert [figures.rate_text(rate, least=812.3) for rate in (812.3, 3412.0)] == ["812", "3,412"]
     assert figures.rate_text(3412.0, least=1000.0) == "3.4k"
