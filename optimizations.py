@@ -48,11 +48,18 @@ def inductor(config, distributed):
 
 
 def fused_update(config, distributed):
-    """A fused update skips a bad step on the device, by found_inf, which PyTorch reads on CUDA and CPUs."""
     if config.adamw_states != "float32":
         return "PyTorch's fused AdamW stores its moments in float32"
+
+
+def found_inf(config, distributed):
+    """The update reads found_inf, a number on the device: PyTorch's fused AdamW does, on CUDA and on CPUs."""
+    if not config.fused_adamw:
+        return "PyTorch's fused AdamW alone can skip an update on the device"
     if distributed.device.type == "mps":
         return "on Apple GPUs PyTorch does not skip a fused update whose gradients are not finite"
+    if config.autocast == "fp16":
+        return "with --autocast fp16 the loss scaler skips updates"
 
 
 def bf16_gpu(config, distributed):
@@ -189,21 +196,32 @@ OPTIMIZATIONS = (
     ),
     switch("pad_vocab", "a vocabulary padded from 50257 to 50304 rows, which tensor-core tiles divide", in_model=True),
     switch("fused_adamw", "the optimizer's update of all parameters in one kernel", needs=fused_update),
+    switch(
+        "skip_on_device",
+        "the device skips an update whose gradients are not finite: the host does not wait for their norm",
+        needs=found_inf,
+    ),
+    # without GPT-3's recipe: the defaults of torch.optim.AdamW at a constant learning rate of 3e-4, without clipping
     Optimization(
-        "recipe",
-        # without GPT-3's recipe: the defaults of torch.optim.AdamW at a learning rate of 3e-4
-        # (and its float32 moments: bf16 rounds a decay of 0.999 away)
-        dict(
-            lr=3e-4,
-            lr_schedule="constant",
-            warmup_steps=0,
-            weight_decay=0.01,
-            beta2=0.999,
-            grad_clip=0.0,
-            adamw_states="float32",
-        ),
-        "GPT-3's recipe",
-        "GPT-3's hyperparameters",
+        "adamw",
+        # float32 moments: bf16 rounds a decay of 0.999 away
+        dict(beta2=0.999, weight_decay=0.01, adamw_states="float32"),
+        "β₂ {beta2:g}, weight decay {weight_decay:g}",
+        "GPT-3's β₂ of 0.95, and weight decay of 0.1 on matrices and embeddings",
+        changes="recipe",
+    ),
+    Optimization(
+        "schedule",
+        dict(lr_schedule="constant", lr=3e-4, warmup_steps=0),
+        "warm-up and {lr_schedule}",
+        "GPT-3's learning rate: linear warm-up to 6e-4, then a cosine to a tenth of it",
+        changes="recipe",
+    ),
+    Optimization(
+        "clipping",
+        dict(grad_clip=0.0),
+        "clipping to {grad_clip:g}",
+        "gradients with a norm above 1 are scaled down to 1",
         changes="recipe",
     ),
     Optimization(

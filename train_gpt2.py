@@ -162,7 +162,7 @@ def train_step(trainer, step, next_batch, stop_signal=None):
     norm = fsdp.full_tensor(clip_gradients(trainer.model, config.grad_clip))
     stop = bool(stop_signal and stop_signal.name)
     wait = distributed.begin_all_reduce(loss_sum / world_size, norm / world_size, stop, trainer.monitor.report())
-    update_if_finite(trainer.optimizer, scaler, norm)
+    update_if_finite(trainer.optimizer, scaler, norm, config.skip_on_device)
     zero_gradients(trainer.optimizer, trainer.train_forward)
     if config.fp8:
         from kernels import fp8

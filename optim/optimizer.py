@@ -79,16 +79,16 @@ def clip_gradients(model, max_norm):
     return norm
 
 
-def update_if_finite(optimizer, scaler, norm):
+def update_if_finite(optimizer, scaler, norm, on_device):
     """Update the weights, unless the gradient norm is infinite or NaN: then no weight changes.
 
-    norm: a scalar on the device; with fused AdamW the host does not wait for it.
+    norm: a scalar on the device. on_device: a fused optimizer reads it there; else the host waits for it.
     """
     finite = torch.isfinite(norm)
     if scaler.is_enabled():
         scaler.step(optimizer)
         scaler.update()
-    elif optimizer.defaults["fused"]:
+    elif on_device:  # skip_on_device: the host queues the update, and the next step, while the GPU computes the norm
         optimizer.found_inf = (~finite).float()
         optimizer.step()
     elif finite:

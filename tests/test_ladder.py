@@ -23,7 +23,7 @@ from optimizations import RUNGS
 DEMO = Config(**recipes.DEMO)
 
 KERNELS = ("fused_cross_entropy", "fused_gelu", "packed_qkv")
-NAMES = ("tf32", "compile", "flash", "pad_vocab", "fused_adamw", "bf16_residual", *KERNELS)
+NAMES = ("tf32", "compile", "flash", "pad_vocab", "fused_adamw", "skip_on_device", "bf16_residual", *KERNELS)
 OFF = dict.fromkeys(NAMES, False) | dict(autocast="off")
 
 
@@ -103,7 +103,7 @@ def test_the_ladder_of_recipes_climbs(train, tmp_path):
 
 def test_a_ladder_climbs(train, tmp_path):
     """Under torchrun, with rungs that measure, change nothing here, turn on two, run on two ranks."""
-    rungs = "tf32 + flash+pad_vocab, compile,recipe+accumulation,micro_batch,ddp"
+    rungs = "tf32 + flash+pad_vocab, compile,adamw+schedule+accumulation,micro_batch,ddp"
     folder = train("climb", "--ladder", "--rungs", rungs, "--ladder_steps", 1, ranks=2)
     results = json.loads((folder / "ladder.json").read_text())["results"]
     assert [(r["rung"], r["status"]) for r in results] == [
@@ -111,7 +111,7 @@ def test_a_ladder_climbs(train, tmp_path):
         ("+ tf32", "skipped"),
         ("+ flash + pad_vocab", "done"),
         ("+ compile", "skipped"),
-        ("+ GPT-3's recipe + 256 tokens a step", "done"),
+        ("+ β₂ 0.95, weight decay 0.1 + warm-up and cosine + 256 tokens a step", "done"),
         ("+ micro-batch of 4", "done"),
         ("+ DDP × 2", "done"),
     ]

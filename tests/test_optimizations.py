@@ -34,6 +34,7 @@ CASES = {
     "flash": (1e-5, dict(flash=True), {}),
     "pad_vocab": (1e-5, dict(pad_vocab=True), {}),
     "fused_adamw": (1e-5, dict(fused_adamw=True), {}),
+    "skip_on_device": (1e-5, dict(skip_on_device=True), dict(fused_adamw=True)),
     "accumulation": (1e-5, dict(micro_batch_size=1), dict(micro_batch_size=4)),
     "micro_batch": (1e-5, dict(micro_batch_size=4), dict(micro_batch_size=1)),
     "bf16_residual": (2e-3, dict(bf16_residual=True), HALF),
@@ -50,6 +51,7 @@ TWO_RANKS = {
     "overlap_gradients": (1e-5, ("--overlap_gradients",), ("--compile",)),
     "bf16_gradients": (1e-3, ("--bf16_gradients",), ("--parallel", "zero2")),
 }
+RECIPE = ("adamw", "schedule", "clipping")
 NEEDS_A_GPU = ("tf32", "packed_qkv")
 
 
@@ -94,14 +96,16 @@ def test_on_against_off_on_two_ranks(train, name):
     assert logged(train("on", *both, *on, ranks=2)) == pytest.approx(alone, rel=tolerance)
 
 
-def test_the_recipe_starts_from_the_same_loss():
-    recipe = {flag: getattr(Config(), flag) for flag in RUNGS["recipe"].off}
-    with_it, without = losses(**recipe), losses()
-    assert with_it[0] == without[0] and with_it[1:] != without[1:]
+def test_each_part_of_the_recipe_changes_the_losses_after_the_first():
+    without = losses()
+    for name in RECIPE:
+        on = {flag: getattr(Config(), flag) for flag in RUNGS[name].off}
+        with_it = losses(**on)
+        assert with_it[0] == without[0] and with_it[1:] != without[1:], name
 
 
 def test_every_row_has_its_case_and_its_paragraph():
-    assert {*CASES, *TWO_RANKS, "recipe"} == {row.name for row in OPTIMIZATIONS}
+    assert {*CASES, *TWO_RANKS, *RECIPE} == {row.name for row in OPTIMIZATIONS}
     course = (ROOT / "docs" / "optimizations.md").read_text()
     for row in OPTIMIZATIONS:
         assert (f"`--{next(iter(row.off))}" if row.name != "ddp" else "`torchrun") in course, row.name
@@ -131,7 +135,9 @@ def test_the_readme_has_the_table():
         ),
         ("cpu", dict(autocast="off"), dict(bf16_residual="--autocast bf16")),
         ("mps", {}, dict(compile="not ready for Apple GPUs", fused_cross_entropy="this is mps, not an NVIDIA GPU")),
-        ("mps", {}, dict(fused_adamw="gradients are not finite")),
+        ("mps", {}, dict(skip_on_device="gradients are not finite")),
+        ("cpu", dict(fused_adamw=False), dict(skip_on_device="fused AdamW alone")),
+        ("cpu", dict(autocast="fp16"), dict(skip_on_device="loss scaler")),
         ("cpu", dict(overlap_gradients=True), dict(overlap_gradients="several ranks")),
         ("cpu", dict(bf16_gradients=True), dict(bf16_gradients="it needs NCCL")),
         (
