@@ -115,11 +115,11 @@ def stack_memory(ax, results):
     if not measured:
         return
     stacks = [result["memory_gb"] for result in measured.values()]
-    # compilation, or the search for the fastest GEMM
-    rests = [max(0.0, result["peak_gb"] - sum(result["memory_gb"].values())) for result in measured.values()]
+    # what the allocator rounds up, and what compilation takes beyond a step
+    others = [max(0.0, result["peak_gb"] - sum(result["memory_gb"].values())) for result in measured.values()]
     parts = {name.replace("_", " "): [stack[name] for stack in stacks] for name in stacks[0]}
     starts = [0.0] * len(stacks)
-    for (name, sizes), color in zip((parts | {"outside of a step": rests}).items(), (*PARTS, RULE)):
+    for (name, sizes), color in zip((parts | {"other": others}).items(), (*PARTS, RULE)):
         ax.barh(list(measured), sizes, left=starts, height=0.68, color=color, label=name)
         starts = [start + size for start, size in zip(starts, sizes)]
     ax.legend(loc="upper center", bbox_to_anchor=(0.5, 0), ncols=2, frameon=False, fontsize=8, labelcolor=INK)

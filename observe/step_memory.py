@@ -32,22 +32,22 @@ class StepMemory:
     def __init__(self, model, optimizer, config, device):
         """model: a GPT; config: a resolved Config."""
         self._model, self._optimizer, self._config = model, optimizer, config
-        self._is_cuda = device.type == "cuda"
+        self._device = device
         self._step = 0
 
     def start_step(self):
         """Call this before the step's first batch is read."""
-        self._recording = self._is_cuda and self._step == RECORDED_STEP
+        self._recording = self._device.type == "cuda" and self._step == RECORDED_STEP
         self._step += 1
         if self._recording:
             self._held = self._count_held(torch.cuda.memory_allocated())
-            torch.cuda.memory._record_memory_history(context=None)  # without stacks
+            torch.cuda.memory._record_memory_history(context=None, stacks="python")  # no stacks: C++'s take seconds
 
     def end_backward(self):
         """Call this between backward and the update."""
         if self._recording:
             self._backward_events = len(read_history())
-            self._gradients = storages(parameter.grad for parameter in self._model.parameters())
+            self._gradients = self._storages(parameter.grad for parameter in self._model.parameters())
 
     def end_step(self):
         """{part: GB (2**30)} at the peak of this step if it was recorded, else None. Call it after the update."""
@@ -63,11 +63,20 @@ class StepMemory:
         parameters = list(self._model.parameters())
         states = itertools.chain.from_iterable(state.values() for state in self._optimizer.state.values())
         held = dict(
-            weights=sum(storages(parameters).values()),
-            gradients=sum(storages(parameter.grad for parameter in parameters).values()),  # DDP's buckets
-            optimizer_states=sum(storages(states).values()),
+            weights=sum(self._storages(parameters).values()),
+            gradients=sum(self._storages(parameter.grad for parameter in parameters).values()),  # DDP's buckets
+            optimizer_states=sum(self._storages(states).values()),
         )
         return held | dict(activations=0, logits=0, workspace=allocated - sum(held.values()))
+
+    def _storages(self, tensors):
+        """{address: bytes} of the memory of these tensors on the device; of a DTensor, this rank's part. None is left
+        out, and so is the host's memory, where AdamW may count its steps."""
+        local = [
+            tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors if tensor is not None
+        ]
+        memories = [tensor.detach().untyped_storage() for tensor in local if tensor.device.type == self._device.type]
+        return {memory.data_ptr(): memory.nbytes() for memory in memories}
 
     def _is_logits(self, size):
         """Whether a block of `size` bytes is a matrix of (tokens, vocabulary) in 2 or 4 bytes a number."""
@@ -81,13 +90,6 @@ class StepMemory:
 def read_history():
     """The events of this process's GPU since its recording began."""
     return torch.cuda.memory._snapshot()["device_traces"][torch.cuda.current_device()]
-
-
-def storages(tensors):
-    """{address: bytes} of the memory of these tensors on a GPU; of a DTensor, this rank's part. None is left out."""
-    local = (tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors if tensor is not None)
-    memories = [tensor.detach().untyped_storage() for tensor in local if tensor.is_cuda]
-    return {memory.data_ptr(): memory.nbytes() for memory in memories}
 
 
 def parts_at_peak(held, events, backward_events, gradients, is_logits):
@@ -134,12 +136,12 @@ def live_blocks(events):
 def describe_memory(peak_gb, parts=None):
     """One line: the peak memory of a process in GB, and the parts of a step's peak, if they are known.
 
-    Evaluations, compilation or the search for the fastest GEMM may need more than a step: the step's own peak is then
-    named too.
+    Evaluations or compilation may need more than a step: the step's own peak is then named too.
     """
     if not parts:
         return f"peak memory {peak_gb:.2f} GB"
     step_gb = sum(parts.values())
-    of_step = "" if step_gb > 0.99 * peak_gb else f", {step_gb:.2f} GB in a step"
+    # the allocator rounds blocks up, by up to 1 MB each, and the parts are of the sizes that were requested
+    of_step = "" if step_gb > 0.95 * peak_gb else f", {step_gb:.2f} GB in a step"
     named = ", ".join(f"{part.replace('_', ' ')} {size:.2f}" for part, size in parts.items())
     return f"peak memory {peak_gb:.2f} GB{of_step}: {named}"

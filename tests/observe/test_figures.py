@@ -48,7 +48,7 @@ def test_memory_is_stacked_where_it_was_measured(tmp_path, monkeypatch):
     plain, *parts = ax.containers
     assert [bar.get_width() for bar in plain] == [1.0, 1.0]
     stacked = {bars.get_label(): (bar.get_x(), bar.get_width()) for bars in parts for bar in bars}
-    assert stacked == {"weights": (0, 0.25), "optimizer states": (0.25, 0.5), "outside of a step": (0.75, 0.25)}
+    assert stacked == {"weights": (0, 0.25), "optimizer states": (0.25, 0.5), "other": (0.75, 0.25)}
     assert {bar.get_y() for bars in parts for bar in bars} == {plain[1].get_y()}
     assert [text.get_text() for text in ax.get_legend().get_texts()] == list(stacked)
 

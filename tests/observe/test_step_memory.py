@@ -6,6 +6,7 @@ import torch
 from config import Config
 from model import GPT, GPTConfig
 from observe.step_memory import RECORDED_STEP, StepMemory, describe_memory, parts_at_peak
+from optim.optimizer import make_optimizer
 from parallel.process_group import Distributed
 from train_gpt2 import build, train_step
 
@@ -65,6 +66,24 @@ def test_logits_are_known_by_their_size():
     assert not is_logits(12288 * 3072 * 4, **whole) and not is_logits(50304 * 768 * 4, **whole)
     assert is_logits(4096 * 50304 * 2) and not is_logits(12288 * 50304 * 2)  # three chunks
     assert is_logits(12288 * 25152 * 4, tensor=2, **whole) and is_logits(3072 * 50304 * 2, context=4)
+
+
+def test_what_is_held_before_a_step():
+    """Gradients that share one bucket, as DDP's, count its memory once."""
+    model = GPT(GPTConfig(n_layer=1, n_embd=8, n_head=2, vocab_size=64, seq_len=8))
+    config = Config(fused_adamw=False)
+    numbers = sum(p.numel() for p in model.parameters())
+    bucket, start = torch.zeros(numbers), 0
+    optimizer = make_optimizer(model, config)
+    memory = StepMemory(model, optimizer, config, torch.device("cpu"))
+    steps = 4 * len(list(model.parameters()))  # AdamW's step counters
+    expected = dict(weights=4 * numbers, gradients=0, optimizer_states=8 * numbers + steps)
+    assert {part: size for part, size in memory._count_held(10**6).items() if part in expected} == expected
+    for parameter in model.parameters():
+        parameter.grad = bucket[start : start + parameter.numel()].view_as(parameter)
+        start += parameter.numel()
+    held = memory._count_held(10**6)
+    assert held["gradients"] == 4 * numbers and sum(held.values()) == 10**6
 
 
 SMALL = Config(
