@@ -23,6 +23,7 @@ from observe.hardware import environment, flops_per_token, peak_memory, peak_tfl
 from observe.measure import SETTLING_STEPS
 from observe.plan import note_lines
 from observe.ranks import energy
+from observe.step_memory import RECORDED_STEP, describe_memory
 from parallel import fsdp, pipeline, process_group
 from parallel.memory import free_memory, less_memory
 from train_gpt2 import build, train_step
@@ -103,6 +104,8 @@ def report(trainer, results):
     print(f"{rate:,.0f} tokens/sec, {1000 * step:.2f} ms a step{mfu}, peak memory {memory:.2f} GB{power}")
     devices = f"{distributed.world_size} × {environment(distributed.device)['hardware']}"
     devices += f", {pipeline.describe(config, distributed)}" if distributed.world_size > 1 else ""
+    if parts := results[RECORDED_STEP].memory:
+        print(describe_memory(memory, parts))
     print(f"first step {results[0].seconds:.1f} s; {devices}; PyTorch {torch.__version__}")
 
 

@@ -3,6 +3,7 @@
     python train_gpt2.py --ladder                                           # turn the optimizations on, one by one
     python ladder.py --to_loss --max_steps 90                               # what each training recipe buys, in time
     python ladder.py --sweep micro_batch_size=8,16,32,64 seq_len=512,1024   # the best of a grid of flags
+    python ladder.py --sweep parallel=ddp,zero2,zero3 model=gpt2,gpt2-xl    # on all GPUs; or an axis gpus=1,2,4
 
 Every rung of a ladder and every cell of the grid runs the real training loop, on the same data from the same seed.
 """
@@ -23,13 +24,13 @@ from common.bounds import check_bounds
 from common.cli import Note, UserError, parse, run
 from common.device import choose_device_type
 from common.peer_flags import HINTS
-from common.sweep_axes import read_axis
+from common.sweep_axes import SEVERAL_GPUS, read_axis
 from config import GROUPS, Config, defaults, flags
 from data.shards import open_shards
 from observe import figures, time_to_loss
 from observe.figures import describe
 from observe.measure import OUT_OF_MEMORY, SETTLING_STEPS, measure, prepare, report_failures, save
-from observe.tables import COLUMNS, WIDTHS, align, markdown, row, sweep_markdown, uneven_warning, winner
+from observe.tables import COLUMNS, WIDTHS, align, markdown, row, sweep_markdown, uneven_warning, winners
 from optim.recipes import RECIPES
 from optimizations import RUNGS, turn_off_unavailable
 from parallel.memory import choose_micro_batch_size
@@ -48,7 +49,9 @@ class Sweep:
     TITLE = "sweep"
 
     sweep: tuple[str, ...] = ()
-    """Axes: flags of train_gpt2.py with their values, such as micro_batch_size=8,16 compile=on,off."""
+    """Axes: flags of train_gpt2.py with their values, such as micro_batch_size=8,16 compile=on,off; also gpus=1,2."""
+    gpus: int | None = None
+    """GPUs, or processes on a CPU, of every cell; by default one, with an axis for several GPUs all of this machine."""
 
 
 @dataclass
@@ -79,6 +82,8 @@ def main():
     is_sweep = any(argument.split("=")[0] == "--sweep" for argument in sys.argv)
     base = defaults(sys.argv if is_sweep else [*sys.argv, "--ladder"])
     config = parse(LadderConfig, default=LadderConfig(**vars(base)), hints=HINTS)
+    if config.gpus is not None and (config.gpus < 1 or not is_sweep):
+        raise UserError(f"--gpus {config.gpus}: it must be at least 1, and is for --sweep alone")
     if is_sweep:
         sweep(config)
     elif config.to_loss:
@@ -342,13 +347,15 @@ def sweep(config):
     Raises UserError for an axis that is not a flag, if no combination ran, or if one failed.
     """
     if launched()[1] > 1:
-        raise UserError("a sweep measures one process at a time: start it with python, not with torchrun")
+        raise UserError("a sweep starts the processes of its cells: start it with python, not with torchrun")
     if not config.sweep:
         raise UserError("--sweep needs at least one flag and its values, as micro_batch_size=8,16")
-    axes = dict(read_axis(text, Config) for text in config.sweep)
+    axes = dict(read_axis(text, LadderConfig) for text in config.sweep)
     if len(axes) < len(config.sweep):
         raise UserError("--sweep names a flag twice")
     check(config)
+    if config.gpus is None:
+        config.gpus = count_devices(config) if SEVERAL_GPUS & axes.keys() else 1
     folder = prepare(config.log_dir, config.run_name, "sweep")
     results = []
     grid = list(itertools.product(*axes.values()))
@@ -358,7 +365,8 @@ def sweep(config):
         for index, values in enumerate(grid):
             cell = dict(zip(axes, values))
             bar.set_description(describe(cell))
-            result = measure(short_run(dataclasses.replace(config, **cell)), folder, f"{index:02d}", 1, steps, bar)
+            changed = dataclasses.replace(config, **cell)
+            result = measure(short_run(changed), folder, f"{index:02d}", changed.gpus, steps, bar)
             results.append(result | dict(cell=cell))
             rate = "{tokens_per_sec:>11,.0f} tok/s  {ms:>9.2f} ms  {peak_gb:>7.2f} GB"
             text = rate if result["status"] == "done" else "{status}: {reason}"
@@ -369,7 +377,8 @@ def sweep(config):
     done = sorted((r for r in results if r["status"] == "done"), key=lambda r: r["tokens_per_sec"], reverse=True)
     if not done:
         raise UserError(f"none of the {len(grid)} combinations ran: {results[0]['reason']}")
-    print(winner(done))
+    for line in winners(done):
+        print(line)
     print(f"{folder}/ has sweep.md, sweep.json, sweep.png and every run")
     report_failures(results)
 

@@ -193,21 +193,27 @@ OPTIMIZATIONS = (
     ),
     switch("pad_vocab", "a vocabulary padded from 50257 to 50304 rows, which tensor-core tiles divide", in_model=True),
     switch("fused_adamw", "the optimizer's update of all parameters in one kernel", needs=fused_update),
+    # without GPT-3's recipe: the defaults of torch.optim.AdamW at a constant learning rate of 3e-4, without clipping
     Optimization(
-        "recipe",
-        # without GPT-3's recipe: the defaults of torch.optim.AdamW at a learning rate of 3e-4
-        # (and its float32 moments: bf16 rounds a decay of 0.999 away)
-        dict(
-            lr=3e-4,
-            lr_schedule="constant",
-            warmup_steps=0,
-            weight_decay=0.01,
-            beta2=0.999,
-            grad_clip=0.0,
-            adamw_states="float32",
-        ),
-        "GPT-3's recipe",
-        "GPT-3's hyperparameters",
+        "adamw",
+        # float32 moments: bf16 rounds a decay of 0.999 away
+        dict(beta2=0.999, weight_decay=0.01, adamw_states="float32"),
+        "β₂ {beta2:g}, weight decay {weight_decay:g}",
+        "GPT-3's β₂ and weight decay",
+        changes="recipe",
+    ),
+    Optimization(
+        "schedule",
+        dict(lr_schedule="constant", lr=3e-4, warmup_steps=0),
+        "warm-up and {lr_schedule}",
+        "GPT-3's learning rate: warm-up, then a cosine",
+        changes="recipe",
+    ),
+    Optimization(
+        "clipping",
+        dict(grad_clip=0.0),
+        "clipping to {grad_clip:g}",
+        "gradients clipped to a norm of 1",
         changes="recipe",
     ),
     Optimization(

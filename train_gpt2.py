@@ -113,7 +113,7 @@ def build(config, distributed, weights=None, sizes=None):
     # ddp: each rank has all weights and a share of the batch; the last backward averages gradients over the ranks
     train_forward = wrap_ddp(forward, config, distributed)
     optimizer = make_optimizer(model, config)
-    monitor = RankMonitor(model, train_forward, distributed)
+    monitor = RankMonitor(model, train_forward, optimizer, config, distributed)
     return Trainer(config, distributed, model, forward, train_forward, autocast, optimizer, scaler, monitor)
 
 
@@ -131,6 +131,7 @@ class StepResult:
     stop: bool  # some rank has received a stop signal
     seconds: float  # of the whole step, data loading included
     ranks: list  # each rank's RankReport of the step before
+    memory: dict | None = None  # {part: GB} at the peak of this step; only one step is measured, on a GPU
 
 
 def train_step(trainer, step, next_batch, stop_signal=None):
@@ -161,7 +162,7 @@ def train_step(trainer, step, next_batch, stop_signal=None):
             if stop_signal and stop_signal.name and world_size == 1 and not last:
                 raise Stopped
     scaler.unscale_(trainer.optimizer)
-    norm = pipeline.clip_gradients(trainer.model, config.grad_clip or float("inf"))
+    norm = pipeline.clip_gradients(trainer.model, config.grad_clip)
     stop = bool(stop_signal and stop_signal.name)
     wait = distributed.begin_all_reduce(loss_sum / world_size, norm / world_size, stop, trainer.monitor.report())
     update_if_finite(trainer.optimizer, scaler, norm)

@@ -6,7 +6,9 @@ from itertools import product
 INK, MUTED, RULE = "#1f2328", "#6a737d", "#d8dee4"
 SPEED, MEMORY = "#2f6fbb", "#c77d2e"
 PALETTE = ("#2f6fbb", "#c77d2e", "#4f9d69", "#b5495b", "#7d5ba6", "#8a8f98")
+PARTS = ("#7d5ba6", "#b5495b", "#4f9d69", "#e0a458", "#8fb3dc", "#8a8f98")  # of memory, as in step_memory.py
 HEAT = "Blues"
+MODEL_FLAGS = {"model", "n_layer", "n_head", "n_embd"}
 UNEVEN = 0.3  # steps are marked as uneven from this ratio of their times' interquartile range to the median
 
 
@@ -58,21 +60,28 @@ def describe(cell):
     return ", ".join(f"{name} {word(value)}" for name, value in cell.items())
 
 
-def about(facts):
-    """One line on model, hardware and PyTorch version; facts: a run's config.json."""
-    sizes = f"{facts['n_layer']} layers, {facts['n_embd']} wide"
-    return f"GPT-2 of {sizes}; {facts['hardware']}, PyTorch {facts['torch']}"
+def about(facts, axes=()):
+    """One line on model, hardware and PyTorch version; facts: a run's config.json. axes: flags that a sweep changes."""
+    sizes = "GPT-2" if MODEL_FLAGS & set(axes) else f"GPT-2 of {facts['n_layer']} layers, {facts['n_embd']} wide"
+    ranks = 1 if "gpus" in axes else facts.get("world_size", 1)
+    devices = f"{ranks} × {facts['hardware']}" if ranks > 1 else facts["hardware"]
+    return f"{sizes}; {devices}, PyTorch {facts['torch']}"
+
+
+def model_of(cell):
+    """The flags of a sweep's cell that set the model's sizes: tokens/sec compare within one model only."""
+    return tuple((name, value) for name, value in cell.items() if name in MODEL_FLAGS)
 
 
 def ladder(results, path):
-    """Tokens/sec and peak memory of each rung, the first on top.
+    """Tokens/sec and peak memory of each rung, the first on top; on a GPU with what the memory is for.
 
     results: one dictionary per rung, as from measure.measure; only those with status "done" are drawn.
     """
     results = [result for result in results if result["status"] == "done"]
     names = [result["rung"] + (uneven(result) and f"\nuneven steps: {uneven(result)}") for result in results]
     figure, (speed, memory) = new_figure(
-        11, 1.5 + 0.42 * len(names), columns=2, sharey=True, gridspec_kw=dict(width_ratios=(2.6, 1))
+        11, 1.5 + 0.42 * len(names), columns=2, sharey=True, gridspec_kw=dict(width_ratios=(2.2, 1))
     )
     positions = range(len(names))
     rates = [result["tokens_per_sec"] for result in results]
@@ -91,12 +100,29 @@ def ladder(results, path):
             rate = f"{rate_text(value, min(rates))}   {ratio:.{2 if ratio < 10 else 1}f} ×"
             text = rate if ax is speed else f"{value:.1f}"
             ax.text(value + 0.012 * max(values), position, text, va="center", fontsize=9, color=INK)
+    stack_memory(memory, results)
     speed.set_yticks(positions, names)
     speed.invert_yaxis()
     figure.suptitle(
         f"What each optimization buys: {about(results[0]['facts'])}", x=0.01, ha="left", fontsize=12, color=INK
     )
     figure.savefig(path)
+
+
+def stack_memory(ax, results):
+    """Draw the parts of each result's memory_gb over its bar of peak memory, if they were measured."""
+    measured = {y: result for y, result in enumerate(results) if result.get("memory_gb")}
+    if not measured:
+        return
+    stacks = [result["memory_gb"] for result in measured.values()]
+    # what the allocator rounds up, and what compilation takes beyond a step
+    others = [max(0.0, result["peak_gb"] - sum(result["memory_gb"].values())) for result in measured.values()]
+    parts = {name.replace("_", " "): [stack[name] for stack in stacks] for name in stacks[0]}
+    starts = [0.0] * len(stacks)
+    for (name, sizes), color in zip((parts | {"other": others}).items(), (*PARTS, RULE)):
+        ax.barh(list(measured), sizes, left=starts, height=0.68, color=color, label=name)
+        starts = [start + size for start, size in zip(starts, sizes)]
+    ax.legend(loc="upper center", bbox_to_anchor=(0.5, 0), ncols=2, frameon=False, fontsize=8, labelcolor=INK)
 
 
 def time_to_loss(curves, target, facts, path):
@@ -123,6 +149,7 @@ def time_to_loss(curves, target, facts, path):
 
 def heat_map(axes, results, path):
     """Tokens/sec over the grid of a sweep. The first flag is the x axis; all combinations of the others are the y axis.
+    Colors compare cells whose model has the same sizes.
 
     axes: {flag: values}; results: one dictionary per cell so far, as from measure.measure, plus "cell": {flag: value}.
     A cell without a result shows the reason.
@@ -133,22 +160,32 @@ def heat_map(axes, results, path):
     for result in results:
         row = {name: value for name, value in result["cell"].items() if name != across}
         by_position[rows.index(row), columns.index(result["cell"][across])] = result
-    rates = {position: r["tokens_per_sec"] for position, r in by_position.items() if r["status"] == "done"}
-    best, worst = max(rates.values()), min(rates.values())
+    done = [result for result in results if result["status"] == "done"]
+    worst = min(result["tokens_per_sec"] for result in done)
+    best = {}  # tokens/sec by model
+    for result in done:
+        model = model_of(result["cell"])
+        best[model] = max(best.get(model, 0), result["tokens_per_sec"])
+    ratios = {
+        position: result["tokens_per_sec"] / best[model_of(result["cell"])]
+        for position, result in by_position.items()
+        if result["status"] == "done"
+    }
+    least = min(ratios.values())
 
     figure, (ax,) = new_figure(max(7, 3 + 1.5 * len(columns)), 1.8 + 0.75 * len(rows))
-    grid = [[rates.get((y, x), float("nan")) for x in range(len(columns))] for y in range(len(rows))]
-    ax.imshow(grid, cmap=HEAT, vmin=worst - 0.4 * (best - worst) - 1, vmax=best + 1, aspect="auto")
+    grid = [[ratios.get((y, x), float("nan")) for x in range(len(columns))] for y in range(len(rows))]
+    ax.imshow(grid, cmap=HEAT, vmin=least - 0.4 * (1 - least) - 1e-3, vmax=1 + 1e-3, aspect="auto")
     ax.set_facecolor("#f3f4f6")
     for y, x in product(range(len(rows)), range(len(columns))):
         result = by_position.get((y, x), dict(status="not run", reason="not run"))
         if result["status"] == "done":
-            rate = result["tokens_per_sec"]
-            share = f"MFU {result['mfu']:.1%}" if result["mfu"] else f"{rate / best:.2f} × the best"
-            text = f"{rate_text(rate, worst)}\n{share}\n{result['peak_gb']:.1f} GB"
+            ratio = ratios[y, x]
+            share = f"MFU {result['mfu']:.1%}" if result["mfu"] else f"{ratio:.2f} × the best"
+            text = f"{rate_text(result['tokens_per_sec'], worst)}\n{share}\n{result['peak_gb']:.1f} GB"
             ax.text(
-                x, y, text, ha="center", va="center", fontsize=10, color="white" if rate > (best + worst) / 2 else INK,
-                fontweight="bold" if rate == best else "normal",
+                x, y, text, ha="center", va="center", fontsize=10, color="white" if ratio > (1 + least) / 2 else INK,
+                fontweight="bold" if ratio == 1 else "normal",
             )  # fmt: skip
         else:
             reason = result["reason"] if len(result["reason"]) < 20 else result["status"]
@@ -157,8 +194,7 @@ def heat_map(axes, results, path):
     ax.set_xlabel(across, color=INK)
     ax.set_yticks(range(len(rows)), [describe(row) for row in rows])
     ax.spines[:].set_visible(False)
-    facts = next(result["facts"] for result in results if result["status"] == "done")
-    ax.set_title(f"Tokens/sec and peak memory\n{about(facts)}", loc="left", fontsize=11, color=INK)
+    ax.set_title(f"Tokens/sec and peak memory\n{about(done[0]['facts'], axes)}", loc="left", fontsize=11, color=INK)
     figure.savefig(path)
 
 

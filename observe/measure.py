@@ -36,8 +36,9 @@ def measure(arguments, folder, name, ranks, steps, bar):
     status is "done", "skipped" (this machine cannot run it), "stopped" (by a signal) or "failed" (a bug); all but
     "done" come with a reason.
     A done run has ms, tokens_per_sec and mfu (medians over the steps after SETTLING_STEPS), spread (interquartile range
-    of ms over its median), peak_gb, mj_per_token (mean energy of all GPUs, or None), loss (of the last step), and facts
-    (the run's config.json).
+    of ms over its median), peak_gb, memory_gb ({part: GB} at the peak of a step of rank 0, see observe/step_memory.py;
+    None without a GPU), mj_per_token (mean energy of all GPUs, or None), loss (of the last step), and facts (the run's
+    config.json).
     """
     launcher, options, module = "python", [], []
     if ranks > 1:
@@ -97,7 +98,8 @@ def measure(arguments, folder, name, ranks, steps, bar):
     joules = [row["joules"] for row in rows[SETTLING_STEPS + 1 :] if "joules" in row]
     step_tokens = rows[-1]["tokens"] - rows[-2]["tokens"]
     medians["mj_per_token"] = 1000 * statistics.mean(joules) / step_tokens if joules else None
-    result |= medians | dict(peak_gb=rows[-1]["peak_gb"], loss=rows[-1]["train_loss"], facts=facts)
+    memory = next((row["memory_gb"] for row in rows if "memory_gb" in row), None)
+    result |= medians | dict(peak_gb=rows[-1]["peak_gb"], memory_gb=memory, loss=rows[-1]["train_loss"], facts=facts)
     write_json(kept, result)
     return result
 

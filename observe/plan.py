@@ -4,6 +4,7 @@ from checkpoints.run_folder import checkpoints_of
 from common.cli import Note, python_command
 from observe import evaluation
 from observe.hardware import peak_memory
+from observe.step_memory import describe_memory
 from optim.schedules import accumulation_steps
 from parallel import pipeline
 from parallel.memory import data_ranks
@@ -91,7 +92,7 @@ def print_summary(config, log, tokens, figure):
         )
     for line in log.ranks.table():
         print(line)
-    print(f"peak memory {peak_memory(log.device):.2f} GB")
+    print(describe_memory(peak_memory(log.device), log.memory))
     print(f"log: {log.folder}/ (log.txt, metrics.jsonl, config.json, flags.yaml)")
     if figure:
         print(f"curves: {figure}")

@@ -15,6 +15,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from observe.power import PowerMeter
+from observe.step_memory import StepMemory
 from observe.tables import align
 
 BEHIND = 0.02  # a rank whose own time is this much above the others' median is named on the step line
@@ -41,9 +42,10 @@ class RankMonitor:
     ranks as slow as the slowest. Those of the first two steps are not measured.
     """
 
-    def __init__(self, model, train_forward, distributed):
-        """model: a GPT; train_forward: the same, in DDP or not."""
+    def __init__(self, model, train_forward, optimizer, config, distributed):
+        """model: a GPT; train_forward: the same, in DDP or not; config: a resolved Config."""
         self.distributed = distributed
+        self.memory = StepMemory(model, optimizer, config, distributed.device)
         self.power = PowerMeter(distributed.device)
         self._steps = 0
         self._last_gradient = None
@@ -70,12 +72,16 @@ class RankMonitor:
 
     def start_step(self):
         """Call this before the step's first batch is read."""
+        self.memory.start_step()
         self._began, self._start, self._last_gradient = time.perf_counter(), self._mark(), None
         self._joules = self.power.joules()
 
     def report(self):
         """This rank's report of the step before in its row, and zeros: (ranks, fields) float64, to be summed over the
-        ranks. The step itself is not over: a GPU's times are known when the host has waited for its norm."""
+        ranks. The step itself is not over: a GPU's times are known when the host has waited for its norm.
+
+        Call this between backward and the update."""
+        self.memory.end_backward()
         cuda = self.distributed.device.type == "cuda"
         # page-locked memory, so that the copy to the GPU does not wait for it
         shape = (self.distributed.world_size, len(RankReport._fields))
@@ -84,8 +90,8 @@ class RankMonitor:
         return rows
 
     def end_step(self, sums):
-        """(seconds of this step, the RankReports of the step before). sums: the elements of report(), summed over the
-        ranks. Call it when the host has waited for the step's gradients."""
+        """(seconds of this step, the RankReports of the step before, this rank's memory by StepMemory.end_step). sums:
+        the elements of report(), summed over the ranks. Call it when the host has waited for the step's gradients."""
         measured = self._last_gradient is not None and self._steps >= SETTLING
         own_ms = self._ms(self._start, self._last_gradient) if measured else math.nan
         sample = self.power.sample
@@ -94,7 +100,7 @@ class RankMonitor:
         self._steps += 1
         fields = len(RankReport._fields)
         reports = [RankReport(*sums[i : i + fields]) for i in range(0, len(sums), fields)]
-        return time.perf_counter() - self._began, reports
+        return time.perf_counter() - self._began, reports, self.memory.end_step()
 
 
 def energy(reports):

@@ -1,6 +1,6 @@
 """Tables of measurements, for the terminal and as Markdown."""
 
-from observe.figures import describe, uneven, word
+from observe.figures import describe, model_of, uneven, word
 
 COLUMNS = ("rung", "ms a step", "tokens/sec", "× before", "× first", "MFU", "peak GB", "mJ/token", "loss")
 MEASURES = (1, 2, 5, 6, 7)  # the columns that a sweep has too
@@ -75,11 +75,14 @@ def uneven_warning(result):
     return f"    (uneven steps: the interquartile range is {uneven(result)} of the median; is the device shared?)\n"
 
 
-def winner(done):
-    """One line: which combination is the fastest, and by how much."""
-    best = done[0]
-    text = f"{describe(best['cell'])} wins: {best['tokens_per_sec']:,.0f} tok/s"
-    if len(done) > 1:
-        next_ratio, last_ratio = (best["tokens_per_sec"] / r["tokens_per_sec"] for r in (done[1], done[-1]))
-        text += f", {next_ratio:.3f} × the next ({describe(done[1]['cell'])}), {last_ratio:.2f} × the slowest"
-    return text
+def winners(done):
+    """A line for each model of a sweep: which combination is the fastest, and by how much. done: the fastest first."""
+    lines = []
+    for model in dict.fromkeys(model_of(result["cell"]) for result in done):
+        best, *others = [result for result in done if model_of(result["cell"]) == model]
+        text = f"{describe(best['cell'])} wins: {best['tokens_per_sec']:,.0f} tok/s"
+        if others:
+            next_ratio, last_ratio = (best["tokens_per_sec"] / r["tokens_per_sec"] for r in (others[0], others[-1]))
+            text += f", {next_ratio:.3f} × the next ({describe(others[0]['cell'])}), {last_ratio:.2f} × the slowest"
+        lines.append(text)
+    return lines

@@ -47,7 +47,8 @@ def collectives_of_step(model, config, micro_steps):
         buckets = bucket_bytes([4 * p.numel() for p in model.parameters()])
         return [Collective("all-reduce", size * gradient_bytes // 4, 1) for size in buckets]
     weight_bytes = 2 if config.autocast == "bf16" else 4
-    units = [sum(p.numel() for block in unit for p in block.parameters()) for unit in units_of(list(model.transformer.h), model.config)]
+    blocks = units_of(list(model.transformer.h), model.config)
+    units = [sum(p.numel() for block in unit for p in block.parameters()) for unit in blocks]
     root = sum(p.numel() for p in model.parameters()) - sum(units)
     # zero2 gathers once a step; zero3 once in each forward, and all but the root again in each backward
     gathers = 1 if config.parallel == "zero2" else micro_steps

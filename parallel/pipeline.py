@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
-from torch.nn.utils import clip_grad_norm_, clip_grads_with_norm_, get_total_norm
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from common.cli import UserError
 from data.tokenizer import VOCAB_SIZE
@@ -298,14 +298,18 @@ class Pipeline(GPT):
 
 
 def clip_gradients(model, max_norm):
-    """Clip the norm of all gradients of a model, over all stages of a Pipeline. Returns the norm before: () float32."""
-    if not isinstance(model, Pipeline):
-        return fsdp.full_tensor(clip_grad_norm_(model.parameters(), max_norm))
-    counted = dict(model.named_parameters())
-    if model.has_head:  # the first stage counts the table
+    """Scale the gradients down to a norm of max_norm, over all stages of a Pipeline; 0: leave them as they are.
+
+    Returns the norm before, () float32, in either case: the log has it, and a step whose norm is not finite is skipped.
+    """
+    stages, counted = isinstance(model, Pipeline), dict(model.named_parameters())
+    if stages and model.has_head:  # the first stage counts the table
         del counted["transformer.wte.weight"]
-    squares = fsdp.full_tensor(get_total_norm([parameter.grad for parameter in counted.values()])) ** 2
-    dist.all_reduce(squares, group=model.group)
-    norm = squares.sqrt()
-    clip_grads_with_norm_(model.parameters(), max_norm, norm)
-    return norm
+    norm = get_total_norm([parameter.grad for parameter in counted.values()])
+    if stages:
+        norm = fsdp.full_tensor(norm) ** 2
+        dist.all_reduce(norm, group=model.group)
+        norm = norm.sqrt()
+    if max_norm:
+        clip_grads_with_norm_(model.parameters(), max_norm, norm)
+    return fsdp.full_tensor(norm)

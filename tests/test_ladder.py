@@ -103,7 +103,7 @@ def test_the_ladder_of_recipes_climbs(train, tmp_path):
 
 def test_a_ladder_climbs(train, tmp_path):
     """Under torchrun, with rungs that measure, change nothing here, turn on two, run on two ranks."""
-    rungs = "tf32 + flash+pad_vocab, compile,recipe+accumulation,micro_batch,ddp"
+    rungs = "tf32 + flash+pad_vocab, compile,adamw+schedule+accumulation,micro_batch,ddp"
     folder = train("climb", "--ladder", "--rungs", rungs, "--ladder_steps", 1, ranks=2)
     results = json.loads((folder / "ladder.json").read_text())["results"]
     assert [(r["rung"], r["status"]) for r in results] == [
@@ -111,7 +111,7 @@ def test_a_ladder_climbs(train, tmp_path):
         ("+ tf32", "skipped"),
         ("+ flash + pad_vocab", "done"),
         ("+ compile", "skipped"),
-        ("+ GPT-3's recipe + 256 tokens a step", "done"),
+        ("+ β₂ 0.95, weight decay 0.1 + warm-up and cosine + 256 tokens a step", "done"),
         ("+ micro-batch of 4", "done"),
         ("+ DDP × 2", "done"),
     ]
@@ -167,6 +167,7 @@ def test_bad_ladders_end_in_one_line(train, command, tmp_path):
     done = train("x", "--to_loss", "--max_steps", 9, "--optimizer", "muon", fails=True, script="ladder.py")
     expect_error(done, "leave out --optimizer")
     expect_error(train("x", "--sweep", fails=True, script="ladder.py"), "--sweep needs at least one flag")
+    expect_error(train("x", "--gpus", 2, fails=True, script="ladder.py"), "--gpus 2", "--sweep")
     expect_error(train("x", "--rungs", "flash", fails=True), "--rungs", "--ladder")
     train("taken", "--ladder", "--rungs", "flash", "--ladder_steps", 1)
     expect_error(train("taken", "--ladder", fails=True), "taken", "--run_name")
@@ -178,32 +179,35 @@ def test_a_measurement_in_doubt_says_so():
     assert ladder.uneven_warning(dict(spread=0.05)) == ladder.uneven_warning(dict(status="skipped")) == ""
 
 
-def test_a_sweep_finds_the_best_and_survives_the_worst(train):
-    """The second width needs terabytes."""
-    axes = ("--sweep", "n_embd=32,16777216", "micro_batch_size=4,8")
-    flags = ("--ladder_steps", 1, "--n_embd", 64)
-    folder = train("grid", *axes, *flags, script="ladder.py")
+def test_a_sweep_finds_the_best_on_each_number_of_ranks(train):
+    """A combination that cannot run has its reason; the others go on."""
+    folder = train("grid", "--sweep", "gpus=1,2", "parallel=ddp,zero3", "--ladder_steps", 1, script="ladder.py")
     results = json.loads((folder / "sweep.json").read_text())["results"]
-    assert [tuple(r["cell"].values()) for r in results] == [(n, b) for n in (32, 16777216) for b in (4, 8)]
-    assert [r["status"] for r in results] == ["done", "done", "skipped", "skipped"]
-    assert {r["reason"] for r in results[2:]} == {measure.OUT_OF_MEMORY}
-    assert [r["facts"]["micro_batch_size"] for r in results[:2]] == [4, 8]
-    best, other = sorted(results[:2], key=lambda r: -r["tokens_per_sec"])
-    output = (folder / "output.txt").read_text()
-    assert (
-        f"n_embd 32, micro_batch_size {best['cell']['micro_batch_size']} wins: {best['tokens_per_sec']:,.0f} tok/s"
-        in output
+    assert [tuple(r["cell"].values()) for r in results] == [(n, p) for n in (1, 2) for p in ("ddp", "zero3")]
+    assert [r["status"] for r in results] == ["done", "skipped", "done", "done"]
+    assert results[1]["reason"] == (
+        "--parallel does nothing here: there is one rank (torchrun starts several); leave it out"
     )
+    done = [results[i] for i in (0, 2, 3)]
+    assert [r["facts"]["world_size"] for r in done] == [1, 2, 2]
+    assert [r["facts"]["parallel"] for r in done] == ["ddp", "ddp", "zero3"]
+    assert [r["loss"] for r in done] == pytest.approx([done[0]["loss"]] * 3, abs=1e-4)  # ranks divide the same batch
+    assert [r["command"].split()[0] for r in done] == ["python", "torchrun", "torchrun"]
+    best, other, _ = sorted(done, key=lambda r: -r["tokens_per_sec"])
+    output = (folder / "output.txt").read_text()
+    assert f" wins: {best['tokens_per_sec']:,.0f} tok/s" in output
     assert f"{best['tokens_per_sec'] / other['tokens_per_sec']:.3f} × the next" in output
-    assert "| 16777216 | 8 | skipped: out of memory |" in (folder / "sweep.md").read_text()
+    assert f"| 1 | zero3 | skipped: {results[1]['reason']} |" in (folder / "sweep.md").read_text()
     assert (folder / "sweep.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_axes():
-    assert read_axis("micro_batch_size=8,16", Config) == ("micro_batch_size", [8, 16])
-    assert read_axis("compile=on,off", Config) == ("compile", [True, False])
-    assert read_axis("lr=1e-3", Config) == ("lr", [1e-3])
-    assert read_axis("model=gpt2,gpt2-xl", Config) == ("model", ["gpt2", "gpt2-xl"])
+    assert read_axis("micro_batch_size=8,16", ladder.LadderConfig) == ("micro_batch_size", [8, 16])
+    assert read_axis("compile=on,off", ladder.LadderConfig) == ("compile", [True, False])
+    assert read_axis("lr=1e-3", ladder.LadderConfig) == ("lr", [1e-3])
+    assert read_axis("model=gpt2,gpt2-xl", ladder.LadderConfig) == ("model", ["gpt2", "gpt2-xl"])
+    assert read_axis("gpus=1,2", ladder.LadderConfig) == ("gpus", [1, 2])
+    assert read_axis("parallel=ddp,zero3", ladder.LadderConfig) == ("parallel", ["ddp", "zero3"])
     for text in (
         "batch=1",
         "flash",
@@ -213,10 +217,12 @@ def test_axes():
         "max_steps=5,10",
         "profile=0,2",
         "lr=1,1",
-        "parallel=ddp,zero3",
+        "parallel=ddp,zero4",
+        "gpus=0,1",
+        "seeds=1,2",
     ):
         with pytest.raises(UserError, match="--sweep " + text):
-            read_axis(text, Config)
+            read_axis(text, ladder.LadderConfig)
 
 
 def test_why_a_run_ended():

@@ -41,6 +41,44 @@ def test_a_ladder_has_one_unit_and_marks_uneven_steps(tmp_path, monkeypatch):
     assert "| 1 | 1.00 (uneven steps: 45%) |" in sweep
 
 
+def test_memory_is_stacked_where_it_was_measured(tmp_path, monkeypatch):
+    memory = dict(weights=0.25, optimizer_states=0.5)
+    results = [rung("baseline", 1000), rung("+ tf32", 2000) | dict(memory_gb=memory)]
+    _, (_, ax) = draw(monkeypatch, figures.ladder, results, tmp_path / "ladder.png")
+    plain, *parts = ax.containers
+    assert [bar.get_width() for bar in plain] == [1.0, 1.0]
+    stacked = {bars.get_label(): (bar.get_x(), bar.get_width()) for bars in parts for bar in bars}
+    assert stacked == {"weights": (0, 0.25), "optimizer states": (0.25, 0.5), "other": (0.75, 0.25)}
+    assert {bar.get_y() for bars in parts for bar in bars} == {plain[1].get_y()}
+    assert [text.get_text() for text in ax.get_legend().get_texts()] == list(stacked)
+
+
+def test_a_heat_map_compares_cells_of_the_same_model(tmp_path, monkeypatch):
+    rates = {("gpt2", "ddp"): 600e3, ("gpt2", "zero3"): 300e3, ("gpt2-xl", "ddp"): None, ("gpt2-xl", "zero3"): 50e3}
+    results = []
+    for (model, parallel), rate in rates.items():
+        cell = dict(parallel=parallel, model=model)
+        lost = dict(status="skipped", reason="out of memory", cell=cell)
+        facts = dict(FACTS, world_size=2)
+        results.append(rung("", rate) | dict(cell=cell, facts=facts) if rate else lost)
+    axes = dict(parallel=["ddp", "zero3"], model=["gpt2", "gpt2-xl"])
+    _, (ax,) = draw(monkeypatch, figures.heat_map, axes, results, tmp_path / "sweep.png")
+    texts = [text.get_text() for text in ax.texts]
+    assert [text.split("\n")[1] for text in texts] == [
+        "1.00 × the best",
+        "0.50 × the best",
+        "memory",
+        "1.00 × the best",
+    ]
+    assert ax.get_title("left").endswith("\nGPT-2; 2 × a GPU, PyTorch 2")
+    done = sorted((r for r in results if r["status"] == "done"), key=lambda r: -r["tokens_per_sec"])
+    assert tables.winners(done) == [
+        "parallel ddp, model gpt2 wins: 600,000 tok/s, 2.000 × the next (parallel zero3, model gpt2), "
+        "2.00 × the slowest",
+        "parallel zero3, model gpt2-xl wins: 50,000 tok/s",
+    ]
+
+
 def test_rates_below_a_thousand_are_not_rounded():
     assert [figures.rate_text(rate, least=812.3) for rate in (812.3, 3412.0)] == ["812", "3,412"]
     assert figures.rate_text(3412.0, least=1000.0) == "3.4k"

@@ -29,7 +29,7 @@ def plan(capsys, config, log, world_size, notes=(), step=0, tokens=0, hellaswag=
     with torch.device("meta"):
         model = GPT(GPTConfig(**sizes))
     distributed = Distributed(0, world_size, CPU)
-    monitor = RankMonitor(model, model, distributed)
+    monitor = RankMonitor(model, model, None, config, distributed)
     trainer = SimpleNamespace(config=config, model=model, distributed=distributed, monitor=monitor)
     start = SimpleNamespace(resumed=None, weights=None, step=step, tokens=tokens)
     switches = switches or {"tf32": True}

@@ -7,6 +7,7 @@ from config import Config
 from model import GPT, GPTConfig
 from optim.optimizer import make_optimizer, named_state, update_if_finite
 from optim.schedules import accumulation_steps, learning_rate
+from parallel.pipeline import clip_gradients
 
 
 def tiny():
@@ -84,12 +85,13 @@ def test_fused_adamw_is_adamw():
         assert not torch.equal(weight, start[name])
 
 
-@pytest.mark.parametrize("flags", [dict(fused_adamw=True), dict(fused_adamw=False), dict(adamw_states="int8")])
+@pytest.mark.parametrize("flags", [{}, dict(fused_adamw=False), dict(adamw_states="int8")], ids=str)
 @pytest.mark.parametrize("scaled", [True, False])
 @pytest.mark.parametrize("name", ["adamw", "muon"])
 def test_a_bad_step_changes_nothing(name, flags, scaled):
     model = tiny()
-    optimizer = make_optimizer(model, Config(optimizer=name, compile=False, **flags))
+    config = Config(optimizer=name, compile=False, **flags)
+    optimizer = make_optimizer(model, config)
     scaler = torch.amp.GradScaler("cpu", enabled=scaled)
     for bad in (float("nan"), float("inf"), 1.0):
         before = {name: weight.clone() for name, weight in model.state_dict().items()}
@@ -98,12 +100,24 @@ def test_a_bad_step_changes_nothing(name, flags, scaled):
             parameter.grad = torch.full_like(parameter, bad)
         scaler.scale(torch.ones(()))
         scaler.unscale_(optimizer)
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        norm = clip_gradients(model, config.grad_clip)
         update_if_finite(optimizer, scaler, norm)
         changed = [name for name, weight in model.state_dict().items() if not torch.equal(weight, before[name])]
         assert len(changed) == (len(before) if bad == 1 else 0)
         changed = [name for name, value in named_state(model, optimizer).items() if not torch.equal(value, state[name])]
         assert len(changed) == (len(state) if bad == 1 else 0)
+
+
+def test_clipping_and_no_clipping():
+    """Without clipping no gradient is written; the norm is known in either case."""
+    model = torch.nn.Linear(2, 1)
+    for max_norm, scale in ((0.0, 1.0), (10.0, 1.0), (1.0, 1 / 5)):
+        model.weight.grad, model.bias.grad = torch.tensor([[3.0, 0.0]]), torch.tensor([4.0])
+        versions = [parameter.grad._version for parameter in model.parameters()]
+        assert clip_gradients(model, max_norm) == 5
+        torch.testing.assert_close(model.weight.grad, scale * torch.tensor([[3.0, 0.0]]), rtol=1e-5, atol=0)
+        written = [parameter.grad._version for parameter in model.parameters()] != versions
+        assert written == (max_norm > 0)
 
 
 def test_adamw_by_hand():
