@@ -49,6 +49,7 @@ class GPTConfig:
     packed_qkv: bool = False  # flash attention through cuDNN's front end; needs autocast
     mask_documents: bool = False  # a token attends within its own document; the last token of the vocabulary opens one
     fp8: bool = False  # kernels.fp8.convert replaces the blocks' GEMMs
+    fp8_head: bool = False  # the head's GEMMs of fused_cross_entropy in float8
 
     def __post_init__(self):
         if self.n_embd % self.n_head:
@@ -275,10 +276,11 @@ class GPT(nn.Module):
         # fused_cross_entropy: logits exist for 4,096 tokens at a time; one kernel computes their loss and replaces them
         # by their gradient
         if self.config.fused_cross_entropy and targets is not None and reduction == "mean":
-            from kernels.cross_entropy import fused_cross_entropy  # needs Triton
-
-            weight, vocab_size = self.transformer.wte.weight, self.config.vocab_size
-            return fused_cross_entropy(x, weight, targets, vocab_size)
+            if self.config.fp8_head:  # the head's GEMMs in 8 bits
+                from kernels.fp8_head import fp8_cross_entropy as cross_entropy
+            else:
+                from kernels.cross_entropy import fused_cross_entropy as cross_entropy  # needs Triton
+            return cross_entropy(x, self.transformer.wte.weight, targets, self.config.vocab_size)
         # pad_vocab: the head's GEMM, the largest of all, has 50304 columns, a multiple of a tensor-core tile. A bias of
         # -inf keeps the padding out of the softmax for free; slicing it off would copy all logits (7% of a step).
         padding = None

@@ -119,6 +119,12 @@ def hopper(config, distributed):
     return triton(config, distributed)
 
 
+def fp8_and_fused_head(config, distributed):
+    if not (config.fp8 and config.fused_cross_entropy and config.pad_vocab):
+        return "it needs --fp8, --fused_cross_entropy and --pad_vocab"
+    return hopper(config, distributed)
+
+
 def splits_model(distributed):
     return distributed.tensor > 1 or distributed.pipeline > 1
 
@@ -271,6 +277,14 @@ OPTIMIZATIONS = (
         in_model=True,
         changes="rounding",
         saves=("gpt2::fp8_linear", "gpt2::fp8_mlp"),
+        default=False,
+    ),
+    switch(
+        "fp8_head",
+        "with `--fp8`: the head's GEMMs in 8 bits too",
+        needs=fp8_and_fused_head,
+        in_model=True,
+        changes="rounding",
         default=False,
     ),
     Optimization(

@@ -113,7 +113,20 @@ def cross_entropy_kernel(logits, targets, losses, stride, V, V_padded, BLOCK: tl
     target = tl.load(targets + row)
     has_loss = target != IGNORE_INDEX
     target_logit = tl.load(logits + target, mask=has_loss, other=0.0).to(tl.float32)
-    shift = target_logit
+    log_sum_exp = row_log_sum_exp(logits, tail, target_logit, full, offsets, BLOCK)
+    tl.store(losses + row, tl.where(has_loss, log_sum_exp - target_logit, 0.0))
+    log_sum_exp = tl.where(has_loss, log_sum_exp, float("inf"))  # without a target the gradient is 0
+    tl.store(logits + full + offsets, tl.exp(tail - log_sum_exp), mask=full + offsets < V_padded)
+    for start in range(0, full, BLOCK):
+        x = tl.load(logits + start + offsets).to(tl.float32)
+        tl.store(logits + start + offsets, tl.exp(x - log_sum_exp))
+    tl.debug_barrier()  # every thread stores its part of softmax before one thread overwrites the target's entry
+    tl.store(logits + target, tl.exp(target_logit - log_sum_exp) - 1, mask=has_loss)
+
+
+@triton.jit
+def row_log_sum_exp(logits, tail, shift, full, offsets, BLOCK: tl.constexpr):
+    """log Σ exp of a row. tail: the row's last columns, from `full` on; shift: the target's logit."""
     sums = tl.exp(tail - shift)
     for start in range(0, full, BLOCK):
         sums += tl.exp(tl.load(logits + start + offsets).to(tl.float32) - shift)
@@ -127,12 +140,4 @@ def cross_entropy_kernel(logits, targets, losses, stride, V, V_padded, BLOCK: tl
         for start in range(0, full, BLOCK):
             sums += tl.exp(tl.load(logits + start + offsets).to(tl.float32) - shift)
         total = tl.sum(sums, 0)
-    log_sum_exp = shift + tl.log(total)
-    tl.store(losses + row, tl.where(has_loss, log_sum_exp - target_logit, 0.0))
-    log_sum_exp = tl.where(has_loss, log_sum_exp, float("inf"))  # without a target the gradient is 0
-    tl.store(logits + full + offsets, tl.exp(tail - log_sum_exp), mask=full + offsets < V_padded)
-    for start in range(0, full, BLOCK):
-        x = tl.load(logits + start + offsets).to(tl.float32)
-        tl.store(logits + start + offsets, tl.exp(x - log_sum_exp))
-    tl.debug_barrier()  # every thread stores its part of softmax before one thread overwrites the target's entry
-    tl.store(logits + target, tl.exp(target_logit - log_sum_exp) - 1, mask=has_loss)
+    return shift + tl.log(total)

@@ -97,8 +97,8 @@ class Plan:
     """
 
     def __init__(self, a, b, out, epilogue, fast_accumulation, pointers):
-        # cuBLASLt is column-major, PyTorch row-major: out = a b is outᵀ = bᵀ aᵀ to cuBLASLt. The third layout is of a
-        # matrix to add; its factor is 0, so it is never read.
+        # cuBLASLt is column-major, PyTorch row-major: out = a b is outᵀ = bᵀ aᵀ to cuBLASLt. The third layout is of the
+        # matrix to add: out, or with the factor 0 none.
         self.layouts = [create_layout(x) for x in (b, a, out, out)]
         self.epilogue = epilogue
         self.descriptor = create("MatmulDesc", c_int(COMPUTE_32F), c_int(TYPES[torch.float32]))
@@ -169,14 +169,14 @@ class Plan:
         medians = [statistics.median(times[i :: len(candidates)]) for i in range(len(candidates))]
         return candidates[medians.index(min(medians))]
 
-    def launch(self, algorithm, a, b, out):
-        """Start the GEMM on the current stream. Returns cuBLASLt's status: 0 is success."""
+    def launch(self, algorithm, a, b, out, factor=0.0):
+        """Start out = a b + factor out on the current stream. Returns cuBLASLt's status: 0 is success."""
         workspace = torch.empty(algorithm.workspace_size, dtype=torch.uint8, device=out.device)
         b_pointer, a_pointer, out_pointer, workspace_pointer = (c_void_p(x.data_ptr()) for x in (b, a, out, workspace))
         b_layout, a_layout, added_layout, out_layout = self.layouts
         return library().cublasLtMatmul(
             handle(out.device), self.descriptor, byref(c_float(1)), b_pointer, b_layout, a_pointer, a_layout,
-            byref(c_float(0)), out_pointer, added_layout, out_pointer, out_layout, byref(algorithm.algorithm),
+            byref(c_float(factor)), out_pointer, added_layout, out_pointer, out_layout, byref(algorithm.algorithm),
             workspace_pointer, c_size_t(algorithm.workspace_size),
             c_void_p(torch.cuda.current_stream(out.device).cuda_stream),
         )  # fmt: skip
@@ -185,14 +185,14 @@ class Plan:
 plans = {}
 
 
-def gemm(a, b, out, epilogue=0, bias=None, aux=None, scale_a=None, scale_b=None, fast_accumulation=False):
+def gemm(a, b, out, epilogue=0, bias=None, aux=None, scale_a=None, scale_b=None, fast_accumulation=False, add=False):
     """out = scale_a scale_b (a b) + bias, with an optional epilogue. Returns whether cuBLASLt supports this GEMM.
 
     a (N, K) and b (K, M) bf16, fp16, or float8 with a float32 scale each. Each of a and b is row-major or a transposed
     view of a row-major matrix. out (N, M) row-major. bias (M,) 16 bits.
     epilogue: GELU_AUX writes the result to aux and gelu(result) to out. DGELU multiplies the result by the derivative
     of gelu at aux. aux (N, M) 16 bits; gelu is the tanh form.
-    fast_accumulation: sum float8 products in fewer bits, at a higher rate.
+    fast_accumulation: sum float8 products in fewer bits, at a higher rate. add: add the result to out.
     False means that nothing is computed: cuBLASLt is missing, a tensor is not on a GPU, not aligned or of another
     dtype, or cuBLASLt has no algorithm. Raises RuntimeError for an error of cuBLASLt.
     """
@@ -204,10 +204,10 @@ def gemm(a, b, out, epilogue=0, bias=None, aux=None, scale_a=None, scale_b=None,
     pointers = bias, aux, scale_a, scale_b
     key = a.device, epilogue, fast_accumulation, *((x.dtype, x.shape, x.stride()) for x in (a, b, out))
     if key not in plans:
-        plans[key] = Plan(a, b, out, epilogue, fast_accumulation, pointers)
+        plans[key] = Plan(a, b, torch.empty_like(out) if add else out, epilogue, fast_accumulation, pointers)
     plan = plans[key]
     if plan.algorithm is None:
         return False
     plan.set_pointers(*pointers)
-    check(plan.launch(plan.algorithm, a, b, out), "cublasLtMatmul")
+    check(plan.launch(plan.algorithm, a, b, out, float(add)), "cublasLtMatmul")
     return True

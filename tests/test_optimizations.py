@@ -42,6 +42,7 @@ CASES = {
     "packed_qkv": (1e-3, dict(packed_qkv=True), HALF | dict(flash=True)),
     "mask_documents": (1e-5, dict(mask_documents=True), {}),  # these tokens are one document a row
     "fp8": (2e-2, dict(fp8=True), HALF),
+    "fp8_head": (2e-2, dict(fp8_head=True), HALF | dict(fp8=True, fused_cross_entropy=True, pad_vocab=True)),
     "activation_checkpointing": (1e-5, dict(activation_checkpointing="selective"), {}),
 }
 # {row: (relative tolerance, the flags that are on, the flags of both sides)}, on two ranks
@@ -79,7 +80,7 @@ def test_on_against_off(name):
     tolerance, on, both = CASES[name]
     if name in NEEDS_A_GPU and DEVICE.type == "cpu":
         pytest.skip("needs an NVIDIA GPU")
-    if name in ("fused_cross_entropy", "fp8"):
+    if name in ("fused_cross_entropy", "fp8", "fp8_head"):
         pytest.importorskip("triton")
     on = both | on
     if DEVICE.type == "cuda":
