@@ -188,7 +188,7 @@ OPTIMIZATIONS = (
     switch("compile", "fused kernels, and no Python between them, by torch.compile", needs=inductor),
     switch(
         "flash",
-        "attention that never writes the T x T matrix to memory, by F.scaled_dot_product_attention or cuDNN",
+        "attention that never writes the T x T matrix, by F.scaled_dot_product_attention or cuDNN",
         in_model=True,
         saves=(
             "aten::_scaled_dot_product_flash_attention",
@@ -197,7 +197,7 @@ OPTIMIZATIONS = (
             "aten::_scaled_dot_product_flash_attention_for_cpu",
         ),
     ),
-    switch("pad_vocab", "a vocabulary padded from 50257 to 50304 rows, which tensor-core tiles divide", in_model=True),
+    switch("pad_vocab", "a vocabulary padded to 50304 rows, which tensor-core tiles divide", in_model=True),
     switch("fused_adamw", "the optimizer's update of all parameters in one kernel", needs=fused_update),
     # without GPT-3's recipe: the defaults of torch.optim.AdamW at a constant learning rate of 3e-4, without clipping
     Optimization(
@@ -237,27 +237,27 @@ OPTIMIZATIONS = (
     ),
     switch(
         "bf16_residual",
-        "the residual stream in bf16: half the bytes of every addition and LayerNorm",
+        "the residual stream in bf16: half the bytes of additions and LayerNorms",
         needs=bf16_gpu,
         in_model=True,
         changes="rounding",
     ),
     switch(
         "fused_cross_entropy",
-        "head, cross-entropy and their gradients for 4,096 tokens at a time, by a Triton kernel",
+        "head and cross-entropy for 4,096 tokens at a time, by a Triton kernel",
         needs=triton_and_whole_head,
         in_model=True,
     ),
     switch(
         "fused_gelu",
-        "GELU and its gradient in the epilogues of the MLP's GEMMs, by cuBLASLt",
+        "GELU in the epilogues of the MLP's GEMMs, by cuBLASLt",
         needs=cublaslt_epilogues,
         in_model=True,
         saves=("gpt2::mlp",),
     ),
     switch(
         "packed_qkv",
-        "on Hopper and data-center Blackwell: cuDNN's attention, gradients of q, k and v in one tensor",
+        "cuDNN's attention, on Hopper and data-center Blackwell",
         needs=cudnn_frontend,
         in_model=True,
         saves=("gpt2::packed_qkv",),
@@ -272,7 +272,7 @@ OPTIMIZATIONS = (
     ),
     switch(
         "fp8",
-        "the blocks' GEMMs in 8-bit floating point, for Hopper and newer",
+        "the blocks' GEMMs in 8 bits, on Hopper and newer",
         needs=hopper,
         in_model=True,
         changes="rounding",
@@ -281,7 +281,7 @@ OPTIMIZATIONS = (
     ),
     switch(
         "fp8_head",
-        "with `--fp8`: the head's GEMMs in 8 bits too",
+        "with --fp8: the head's GEMMs too",
         needs=fp8_and_fused_head,
         in_model=True,
         changes="rounding",

@@ -220,9 +220,8 @@ def loop(trainer, loader, val_stream, hellaswag, checkpointer, log, tracer, star
     config = trainer.config
     step, tokens = start.step, start.tokens  # steps, and tokens trained on, so far
     bad_steps = 0  # consecutive steps whose loss or gradient was not finite
-    stopping = False
+    stopping, stop_signal = False, None
     # until the first step, which compiles, is done, a signal ends the process at once: there is nothing to save
-    stop_signal = None
     common.interrupt.end_at_once()
 
     while True:

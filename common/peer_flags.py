@@ -12,7 +12,7 @@ HINTS = {
     "packed_attention": "it is called --packed_qkv",
     "fused_loss": "it is called --fused_cross_entropy",
     "val_steps": "use --val_tokens, val_steps × total_batch_size",
-    "autotune": "there is no such flag: --fp8 tunes its GEMMs",
+    "autotune": "there is no such flag: GEMMs are always tuned",
     # batch
     "batch_size": "use --micro_batch_size (sequences on a device) or --total_batch_size (tokens in a step)",
     "device_batch_size": "use --micro_batch_size",
