@@ -3,6 +3,7 @@
     python train_gpt2.py --ladder                                           # turn the optimizations on, one by one
     python ladder.py --to_loss --max_steps 90                               # what each training recipe buys, in time
     python ladder.py --sweep micro_batch_size=8,16,32,64 seq_len=512,1024   # the best of a grid of flags
+    python ladder.py --plan --model gpt2-xl --gpus 16 --memory 80           # how to use several GPUs: an estimate
 
 Every rung of a ladder and every cell of the grid runs the real training loop, on the same data from the same seed.
 """
@@ -20,13 +21,13 @@ import torch
 from tqdm import tqdm
 
 from common.bounds import check_bounds
-from common.cli import Note, UserError, parse, run
+from common.cli import Note, UserError, given, parse, run
 from common.device import choose_device_type
 from common.peer_flags import HINTS
 from common.sweep_axes import read_axis
-from config import GROUPS, Config, defaults, flags
+from config import GROUPS, Config, defaults, flags, set_sizes
 from data.shards import open_shards
-from observe import figures, time_to_loss
+from observe import figures, layouts, time_to_loss
 from observe.figures import describe
 from observe.measure import OUT_OF_MEMORY, SETTLING_STEPS, measure, prepare, report_failures, save
 from observe.tables import COLUMNS, WIDTHS, align, markdown, row, sweep_markdown, uneven_warning, winner
@@ -66,25 +67,37 @@ class ToLoss:
 
 
 @dataclass
-class LadderConfig(Sweep, ToLoss, Config):
+class LadderConfig(Sweep, ToLoss, layouts.Plan, Config):
     """Measure a grid of flags (--sweep), training recipes (--to_loss), or else the ladder, as train_gpt2.py --ladder.
+    With --plan, estimate how to use several GPUs.
 
     Takes every flag of train_gpt2.py.
     """
 
-    GROUPS = (Sweep, ToLoss, *GROUPS)
+    GROUPS = (Sweep, ToLoss, layouts.Plan, *GROUPS)
 
 
 def main():
     is_sweep = any(argument.split("=")[0] == "--sweep" for argument in sys.argv)
-    base = defaults(sys.argv if is_sweep else [*sys.argv, "--ladder"])
+    base = defaults(sys.argv if is_sweep or given(sys.argv).get("plan") else [*sys.argv, "--ladder"])
     config = parse(LadderConfig, default=LadderConfig(**vars(base)), hints=HINTS)
-    if is_sweep:
+    if config.plan:
+        plan(config)
+    elif is_sweep:
         sweep(config)
     elif config.to_loss:
         climb_to_loss(config)
     else:
         climb(config)
+
+
+def plan(config):
+    """Print how to use several GPUs, and the command. Raises UserError if nothing fits."""
+    layouts.check(config)
+    sized = dataclasses.replace(config)
+    set_sizes(sized, pretrained=None, resumed=None)
+    best = layouts.print_layouts(sized, given(sys.argv))
+    print(layouts.command(config, flags(dataclasses.replace(config, **best))))
 
 
 def check(config):

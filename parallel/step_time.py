@@ -41,6 +41,7 @@ LAYER_SECONDS = 0.3e-3  # of a block in each micro-batch, however small: 108.6, 
 STEP_SECONDS = 2e-3  # the update, and the rest of a step
 SLOWEST = 1.015  # several GPUs wait for the slowest
 SHARDED = dict(ddp=1.03, zero2=1.03, zero3=1.05, hsdp=1.05)  # FSDP's computation, against DDP's
+LATENCY = 20e-6  # of a collective, however small: an assumption
 SPLIT_GRAPH_SECONDS = 5e-3  # what --overlap_gradients costs
 RECOMPUTED = dict(off=1, selective=1.07, full=4 / 3)  # FLOPs of a block; selective: equivalent to 5% of a step
 
@@ -51,7 +52,8 @@ class Cluster:
 
     gpus: int
     gpus_per_machine: int
-    flops: float  # a GPU's FLOP/s with large micro-batches
+    peak: float  # a GPU's FLOP/s
+    mfu: float  # share of the peak that it reaches with large micro-batches
     link: float  # bytes/s that a GPU sends inside a machine
     network: float  # bytes/s that a machine sends to others
 
@@ -89,7 +91,7 @@ def gather(size, group, cluster):
     """Seconds of an all-gather or a reduce-scatter of a tensor of `size` bytes; an all-reduce takes both."""
     inside = (group.ranks - 1) / group.ranks * size / cluster.link
     between = (group.machines - 1) / group.machines * size * group.sharing / cluster.network
-    return inside + between
+    return inside + between + (LATENCY if group.ranks * group.machines > 1 else 0)
 
 
 def flops_of_block(config):
@@ -104,8 +106,9 @@ def flops_of_head(config):
 def micro_batch_seconds(config, cluster):
     """Computation of one micro-batch, on the rank of a pipeline that has most."""
     tokens = config.micro_batch_size * config.seq_len / (config.context * config.tensor)
-    block = tokens * flops_of_block(config) * RECOMPUTED[config.activation_checkpointing] / cluster.flops
-    head = tokens * flops_of_head(config) / cluster.flops
+    rate = cluster.peak * cluster.mfu
+    block = tokens * flops_of_block(config) * RECOMPUTED[config.activation_checkpointing] / rate
+    head = tokens * flops_of_head(config) / rate
     stages, size = blocks_of_stages(config), config.pipeline
     of_ranks = [sum(stages[rank::size]) * (block + LAYER_SECONDS) for rank in range(size)]
     of_ranks[-1] += head
@@ -150,6 +153,11 @@ def averaging_seconds(config, distributed, cluster):
     if config.parallel == "zero2":
         return scattered, gathered
     return 2 * gathered + scattered, all_reduced
+
+
+def flops_per_token(config):
+    """FLOPs of forward and backward per token."""
+    return config.n_layer * flops_of_block(config) + flops_of_head(config)
 
 
 def step_time(config, distributed, cluster):
