@@ -29,8 +29,7 @@ class Plan:
     TITLE = "plan"
 
     plan: bool = False
-    """Print the ways to use several GPUs: what fits, its memory and time, and the command of the best. A flag such as
-    --parallel or --tensor leaves the plan only that value."""
+    """Print which --parallel, --tensor, ... fit, their memory and time, and the best command. Those given are kept."""
     gpus: int = 8
     """GPUs in all."""
     gpus_per_machine: int = 8
@@ -39,8 +38,8 @@ class Plan:
     """Kind of GPU, for its peak, unless --peak_tflops gives it."""
     memory: float = 80.0
     """Memory of a GPU, in GB."""
-    mfu: float = 0.55
-    """MFU of a GPU alone with large micro-batches; 52% to 60% are measured on H200s."""
+    mfu: float = 0.54
+    """MFU of a GPU alone with large micro-batches; 0.52 to 0.58 are measured on H200s."""
     link: float = 300.0
     """GB a second that a GPU sends inside a machine; NVLink between H200s: 300, measured."""
     network: float = 400.0
@@ -57,7 +56,7 @@ def print_layouts(config, given):
         config = replace(config, autocast="fp16")
     layouts, refused = planner.find_layouts(config, cluster, torch.device("cuda"), free, given)
     best = planner.choose(layouts, free, given)
-    shown = planner.alternatives(layouts, free)
+    shown = planner.alternatives(layouts, free, best)
     machines = cluster.gpus // cluster.gpus_per_machine
     where = f", {machines} machines of {cluster.gpus_per_machine}" if machines > 1 else ""
     print(
@@ -99,8 +98,8 @@ def explanation(config):
         "that exist only after the activations, or with the new ones that a backward of ddp ends with. Waits: share of",
         "a step for communication that nothing hides, and for --pipeline's bubble. zero2, zero3 and hsdp communicate",
         "while they compute, but for the embedding table; ddp, --tensor, --context and --pipeline wait.",
-        f"Assumed: large micro-batches at {config.mfu:.0%} of the peak (--mfu), {config.link:g} GB/s between the GPUs of",
-        f"a machine (--link), {config.network:g} GB/s between machines (--network); formulas: parallel/step_time.py.",
+        f"Assumed: {config.mfu:.0%} of the peak in large micro-batches (--mfu), {config.link:g} GB/s between GPUs of a",
+        f"machine (--link), {config.network:g} GB/s between machines (--network); formulas: parallel/step_time.py.",
         "",
     )
 

@@ -60,8 +60,8 @@ def find_layouts(config, cluster, device, free, given):
         distributed = Distributed(0, cluster.gpus, device, candidate.tensor, candidate.context, candidate.pipeline)
         try:
             if prepare(candidate, distributed, cluster, free, given):
-                memory, time = (step_memory(candidate, distributed), step_time(candidate, distributed, cluster))
-                found.append(Layout(candidate, distributed, memory, time))
+                memory = step_memory(candidate, distributed)
+                found.append(Layout(candidate, distributed, memory, step_time(candidate, distributed, cluster)))
         except UserError as error:
             errors.append(error)
             if distributed.data_size == cluster.gpus:
@@ -112,13 +112,13 @@ def choose(layouts, free, given):
     return min(equal, key=lambda layout: layout.simplicity)
 
 
-def alternatives(layouts, free):
-    """The fastest Layout that fits of each mode, with each combination of splits; the fastest of all first."""
-    fastest = {}
-    for layout in layouts:
+def alternatives(layouts, free, best):
+    """The best Layout, and for each other mode and combination of splits the fastest that fits; the fastest first."""
+    kinds = {}
+    for layout in (best, *layouts):
         if layout.memory.fits(free):
-            fastest.setdefault((layout.config.parallel, *layout.splits), layout)
-    return list(fastest.values())
+            kinds.setdefault((layout.config.parallel, *layout.splits), layout)
+    return sorted(kinds.values(), key=lambda layout: layout.time.total)
 
 
 def too_large(layouts, free):

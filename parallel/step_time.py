@@ -43,6 +43,7 @@ SLOWEST = 1.015  # several GPUs wait for the slowest
 SHARDED = dict(ddp=1.03, zero2=1.03, zero3=1.05, hsdp=1.05)  # FSDP's computation, against DDP's
 LATENCY = 20e-6  # of a collective, however small: an assumption
 SPLIT_GRAPH_SECONDS = 5e-3  # what --overlap_gradients costs
+ATTENTION = 0.75  # flash attention computes half of the T x T scores that the formula counts, at 2/3 of GEMMs' rate
 RECOMPUTED = dict(off=1, selective=1.07, full=4 / 3)  # FLOPs of a block; selective: equivalent to 5% of a step
 
 
@@ -94,9 +95,9 @@ def gather(size, group, cluster):
     return inside + between + (LATENCY if group.ranks * group.machines > 1 else 0)
 
 
-def flops_of_block(config):
+def flops_of_block(config, attention=1):
     """FLOPs per token, forward and backward, of a block: its share of 6N + 12·L·C·T (Chowdhery et al. 2022, PaLM)."""
-    return 72 * config.n_embd**2 + 12 * config.n_embd * config.seq_len
+    return 72 * config.n_embd**2 + attention * 12 * config.n_embd * config.seq_len
 
 
 def flops_of_head(config):
@@ -107,7 +108,7 @@ def micro_batch_seconds(config, cluster):
     """Computation of one micro-batch, on the rank of a pipeline that has most."""
     tokens = config.micro_batch_size * config.seq_len / (config.context * config.tensor)
     rate = cluster.peak * cluster.mfu
-    block = tokens * flops_of_block(config) * RECOMPUTED[config.activation_checkpointing] / rate
+    block = tokens * flops_of_block(config, ATTENTION) * RECOMPUTED[config.activation_checkpointing] / rate
     head = tokens * flops_of_head(config) / rate
     stages, size = blocks_of_stages(config), config.pipeline
     of_ranks = [sum(stages[rank::size]) * (block + LAYER_SECONDS) for rank in range(size)]
