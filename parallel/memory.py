@@ -111,7 +111,7 @@ class StepMemory:
     gradients: float  # accumulated, and on their way to other GPUs
     states: float  # the optimizer's
     activations: float  # of all micro-batches in flight
-    logits: float  # of training; of an evaluation, what exceeds training's logits and activations
+    logits: float  # of training, or what an evaluation's logits take beyond the activations, if that is more
     in_backward: float  # the most while activations exist
     peak: float
 

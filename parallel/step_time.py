@@ -89,7 +89,8 @@ def group_of(size, stride, cluster):
 
 
 def gather(size, group, cluster):
-    """Seconds of an all-gather or a reduce-scatter of a tensor of `size` bytes; an all-reduce takes both."""
+    """Seconds of an all-gather or a reduce-scatter of a tensor of `size` bytes; an all-reduce takes both. Or of an
+    all-to-all by ranks that have `size` bytes each."""
     inside = (group.ranks - 1) / group.ranks * size / cluster.link
     between = (group.machines - 1) / group.machines * size * group.sharing / cluster.network
     return inside + between + (LATENCY if group.ranks * group.machines > 1 else 0)
@@ -126,8 +127,10 @@ def split_seconds(config, distributed, cluster):
     # selective keeps the outputs of reduce-scatters and all-to-alls, and repeats all-gathers
     collectives = dict(off=8, selective=10, full=12)[config.activation_checkpointing] * blocks + 4  # 4: embedding, head
     seconds = collectives * gather(x, group_of(tensor, 1, cluster), cluster)
-    exchanged = 12 if config.activation_checkpointing == "full" else 8
-    seconds += blocks * exchanged * gather(x / tensor, group_of(context, tensor, cluster), cluster)
+    # q, k and v in one all-to-all, attention's output in the other; as many in backward
+    group = group_of(context, tensor, cluster)
+    exchange = gather(3 * x / tensor, group, cluster) + gather(x / tensor, group, cluster)
+    seconds += blocks * exchange * (3 if config.activation_checkpointing == "full" else 2)
     if pipeline > 1:
         stage = tensor * distributed.data_context_size  # ranks of a stage, which send at the same time
         leaves = group_of(pipeline, stage, cluster).machines > 1
@@ -176,7 +179,7 @@ def step_time(config, distributed, cluster):
         waits = params_of_embeddings(config) / params_of_rank(config)
     elif config.overlap_gradients:
         waits = 0.0
-    # what the computation of a micro-batch does not hide; all-reduces overlap with the last micro-batch only
+    # a micro-batch hides at most its own time; what comes once a step overlaps with one micro-batch
     hidden = (micro_steps - 1) * min(micro_batch, (1 - waits) * each) + min(micro_batch, (1 - waits) * (each + once))
     sent = micro_steps * (split + each) + once
     bubble = (config.pipeline - 1) / config.stages_per_rank * (micro_batch + split)
