@@ -4,6 +4,7 @@
     python ladder.py --to_loss --max_steps 90                               # what each training recipe buys, in time
     python ladder.py --sweep micro_batch_size=8,16,32,64 seq_len=512,1024   # the best of a grid of flags
     python ladder.py --sweep parallel=ddp,zero2,zero3 model=gpt2,gpt2-xl    # on all GPUs; or an axis gpus=1,2,4
+    python ladder.py --plan --model gpt2-xl --gpus 16 --memory 80           # how to use several GPUs: an estimate
 
 Every rung of a ladder and every cell of the grid runs the real training loop, on the same data from the same seed.
 """
@@ -21,13 +22,13 @@ import torch
 from tqdm import tqdm
 
 from common.bounds import check_bounds
-from common.cli import Note, UserError, parse, run
+from common.cli import Note, UserError, given, parse, run
 from common.device import choose_device_type
 from common.peer_flags import HINTS
 from common.sweep_axes import SEVERAL_GPUS, read_axis
 from config import GROUPS, Config, defaults, flags
 from data.shards import open_shards
-from observe import figures, time_to_loss
+from observe import figures, layouts, time_to_loss
 from observe.figures import describe
 from observe.measure import OUT_OF_MEMORY, SETTLING_STEPS, measure, prepare, report_failures, save
 from observe.tables import COLUMNS, WIDTHS, align, markdown, row, sweep_markdown, uneven_warning, winners
@@ -51,7 +52,7 @@ class Sweep:
     sweep: tuple[str, ...] = ()
     """Axes: flags of train_gpt2.py with their values, such as micro_batch_size=8,16 compile=on,off; also gpus=1,2."""
     gpus: int | None = None
-    """GPUs, or processes on a CPU, of every cell; by default one, with an axis for several GPUs all of this machine."""
+    """GPUs of --plan, by default 8. GPUs (processes on a CPU) of a sweep's cells: one, or all with an axis for them."""
 
 
 @dataclass
@@ -69,22 +70,25 @@ class ToLoss:
 
 
 @dataclass
-class LadderConfig(Sweep, ToLoss, Config):
+class LadderConfig(Sweep, ToLoss, layouts.Plan, Config):
     """Measure a grid of flags (--sweep), training recipes (--to_loss), or else the ladder, as train_gpt2.py --ladder.
+    With --plan, estimate how to use several GPUs.
 
     Takes every flag of train_gpt2.py.
     """
 
-    GROUPS = (Sweep, ToLoss, *GROUPS)
+    GROUPS = (Sweep, ToLoss, layouts.Plan, *GROUPS)
 
 
 def main():
     is_sweep = any(argument.split("=")[0] == "--sweep" for argument in sys.argv)
-    base = defaults(sys.argv if is_sweep else [*sys.argv, "--ladder"])
+    base = defaults(sys.argv if is_sweep or given(sys.argv).get("plan") else [*sys.argv, "--ladder"])
     config = parse(LadderConfig, default=LadderConfig(**vars(base)), hints=HINTS)
-    if config.gpus is not None and (config.gpus < 1 or not is_sweep):
-        raise UserError(f"--gpus {config.gpus}: it must be at least 1, and is for --sweep alone")
-    if is_sweep:
+    if config.gpus is not None and not (is_sweep or config.plan):
+        raise UserError("--gpus is for --sweep and --plan: leave it out")
+    if config.plan:
+        layouts.plan(config, given(sys.argv))
+    elif is_sweep:
         sweep(config)
     elif config.to_loss:
         climb_to_loss(config)
@@ -354,6 +358,8 @@ def sweep(config):
     if len(axes) < len(config.sweep):
         raise UserError("--sweep names a flag twice")
     check(config)
+    if config.gpus is not None and config.gpus < 1:
+        raise UserError(f"--gpus {config.gpus}: it must be at least 1")
     if config.gpus is None:
         config.gpus = count_devices(config) if SEVERAL_GPUS & axes.keys() else 1
     folder = prepare(config.log_dir, config.run_name, "sweep")

@@ -31,13 +31,16 @@ PEAK_TFLOPS = {
     "V100": 125,
     "T4": 65,
 }
+WITHOUT_BF16 = ("V100", "T4")
 
 
 def peak_tflops(device):
     """The device's dense bf16 peak in TFLOP/s, or None for a device that is not in PEAK_TFLOPS."""
-    if device.type != "cuda":
-        return None
-    name = torch.cuda.get_device_name(device)
+    return peak_tflops_of(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+
+
+def peak_tflops_of(name):
+    """As peak_tflops, of a device's name."""
     return next((peak for part, peak in PEAK_TFLOPS.items() if re.search(rf"\b{part}\b", name)), None)
 
 

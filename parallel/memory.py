@@ -1,14 +1,19 @@
 """How much GPU memory a step takes, and the largest micro-batch that fits."""
 
+from dataclasses import dataclass, replace
+
 import torch
 
 from common.cli import UserError
 from data.tokenizer import VOCAB_SIZE
 from optim.optimizer import state_bytes
-from parallel.fsdp import blocks_together, shard_group_size
+from optim.schedules import accumulation_steps
+from parallel.fsdp import blocks_together, is_sharded, shard_group_size
 from parallel.pipeline import blocks_in_flight, blocks_of_stages
 
 LARGEST_MICRO_BATCH = 64  # sequences; more gains 1% for twice the memory
+USABLE = 0.85  # of free memory, while activations come and go; the rest is for fragments, cuBLAS and NCCL
+USABLE_WITHOUT_ACTIVATIONS = 0.95
 LOGIT_ROWS = 4096  # of fused_cross_entropy, whose file needs Triton
 
 # Peak bytes of forward and backward: (per layer, token and unit of width), (the head, per token and vocabulary
@@ -53,27 +58,22 @@ def choose_micro_batch_size(config, distributed, free):
             f"--total_batch_size {config.total_batch_size} cannot be divided into sequences of {config.seq_len} tokens "
             f"over {data_ranks(distributed)}: try {nearest}"
         )
-    if free is not None:
-        room = 0.85 * free - bytes_of_weights(config, distributed)
-        if config.fused_cross_entropy:
-            # LOGIT_ROWS rows of logits, the embedding table in their dtype, and its float32 gradient
-            width = 2 if config.autocast != "off" else 4
-            room -= VOCAB_SIZE * (width * (LOGIT_ROWS + config.n_embd) + 4 * config.n_embd)
-        limit = room / (config.seq_len * bytes_per_token(config))
-        memory = f"the {free / 2**30:.0f} GB of free memory"
-        reason = f"the largest up to {LARGEST_MICRO_BATCH} that divides the batch and fits {memory}"
-        if limit < 1:
-            reason = f"the smallest, though it may not fit {memory}"
-    else:
-        limit = 1024 / config.seq_len  # on a CPU more tokens gain nothing
-        reason = f"the default on {distributed.device.type}"
+    limit, reason = LARGEST_MICRO_BATCH, f"the default on {distributed.device.type}"
+    if free is None:
+        limit = min(limit, 1024 // config.seq_len)  # on a CPU more tokens gain nothing
     if config.pipeline > 1:  # with 4 micro-batches for each stage the bubble is small (Huang et al. 2019, "GPipe")
         limit = min(limit, config.total_batch_size // (share * 4 * config.pipeline))
+    powers = [2**i for i in range(LARGEST_MICRO_BATCH.bit_length()) if 2**i <= max(1, limit)]
+    sizes = [size for size in powers if config.total_batch_size % (size * share) == 0]
+    if free is not None:
+        sizes = [b for b in sizes if step_memory(replace(config, micro_batch_size=b), distributed).fits(free)]
+        memory = f"the {free / 2**30:.0f} GB of free memory"
+        reason = f"the largest up to {LARGEST_MICRO_BATCH} that divides the batch and fits {memory}"
+        if not sizes:
+            reason = f"the smallest, though it may not fit {memory}"
+    if config.pipeline > 1:
         reason += f", as long as --pipeline {config.pipeline} has {4 * config.pipeline} micro-batches"
-    size = 1
-    while size * 2 <= min(limit, LARGEST_MICRO_BATCH) and config.total_batch_size % (size * 2 * share) == 0:
-        size *= 2
-    return size, reason
+    return max(sizes, default=1), reason
 
 
 def check_micro_batch_size(config, distributed):
@@ -103,32 +103,87 @@ def count_params(config):
     return 12 * config.n_layer * config.n_embd**2 + (VOCAB_SIZE + config.seq_len) * config.n_embd
 
 
-def bytes_of_weights(config, distributed):
-    """Bytes a rank holds for the weights: float32 master weights, gradients, optimizer state, and compute weights."""
-    block = 12 * config.n_embd**2 / config.tensor
-    embeddings = count_params(config) / config.tensor - config.n_layer * block
+@dataclass(frozen=True)
+class StepMemory:
+    """What a GPU holds in a step, in bytes, by purpose."""
+
+    weights: float  # float32 master weights, and the weights that are gathered or cast to compute
+    gradients: float  # accumulated, and on their way to other GPUs
+    states: float  # the optimizer's
+    activations: float  # of all micro-batches in flight
+    logits: float  # of training, or what an evaluation's logits take beyond the activations, if that is more
+    in_backward: float  # the most while activations exist
+    peak: float
+
+    def fits(self, free):
+        """Whether a step runs in `free` bytes."""
+        return self.in_backward <= USABLE * free and self.peak <= USABLE_WITHOUT_ACTIVATIONS * free
+
+
+def step_memory(config, distributed):
+    """The StepMemory of a Config with its sizes and micro_batch_size."""
+    params = params_of_rank(config)
+    shards = shard_group_size(config, distributed)
+    weights, gradients = bytes_of_weights(config, distributed)
+    states = params * state_bytes(config) / shards
+    tokens = config.micro_batch_size * config.seq_len
+    activations, logits = (tokens * number for number in bytes_per_token(config))
+    if config.pipeline > 1:
+        # a schedule has buffers to receive every micro-batch and its gradient
+        width = 2 if config.bf16_residual else 4
+        buffers = 2 * width * config.n_embd * config.stages_per_rank * config.total_batch_size
+        activations += buffers / distributed.data_size
+    if config.fused_cross_entropy:
+        # LOGIT_ROWS rows of logits, the embedding table in their dtype, and its float32 gradient
+        width = 2 if config.autocast != "off" else 4
+        logits += VOCAB_SIZE * (width * (LOGIT_ROWS + config.n_embd) + 4 * config.n_embd)
+    in_backward = peak = weights + gradients + states + activations + logits
+    accumulates = accumulation_steps(config.batch_warmup_steps, config, distributed.data_size) > 1
+    if not accumulates and (is_sharded(config) or distributed.world_size == 1):
+        # there are no gradients until backward, which makes them while it frees activations
+        in_backward = peak = in_backward - min(4 * params / shards, activations + logits)
+    elif config.compile and not is_sharded(config):
+        # a compiled backward ends with all new gradients, beside the accumulated ones or DDP's buckets
+        peak = max(peak, (4 + 4 + 4 + state_bytes(config)) * params)
+    return StepMemory(weights, gradients, states, activations, logits, in_backward, peak)
+
+
+def params_of_rank(config):
+    """Parameters that --tensor and --pipeline leave a rank, the most of all ranks, before sharding."""
     stages = blocks_of_stages(config)
     blocks = max(sum(stages[rank :: config.pipeline]) for rank in range(config.pipeline))
-    weights = embeddings + blocks * block
-    held = 4 + 4 + state_bytes(config)
-    if config.pipeline > 1:
-        # FSDP keeps the weights gathered and accumulates whole gradients in float32 until the last micro-batch; a
-        # schedule has buffers to receive every micro-batch and its gradient
-        width = 2 if config.bf16_residual else 4
-        buffers = 2 * width * config.n_embd * config.stages_per_rank * config.total_batch_size / distributed.data_size
-        return held * weights / shard_group_size(config, distributed) + (width + 4) * weights + buffers
-    if config.parallel == "ddp":
-        # +2: bf16 weights. They take 4 at the end of backward, when the activations are already freed
-        return (held + 2) * weights
-    unit = blocks_together(config) * block
-    gathered = weights if config.parallel == "zero2" else embeddings + 2 * unit  # one unit computes, one is prefetched
+    return params_of_embeddings(config) + blocks * params_of_block(config)
+
+
+def params_of_embeddings(config):
+    return (VOCAB_SIZE + config.seq_len) * config.n_embd / config.tensor
+
+
+def params_of_block(config):
+    return 12 * config.n_embd**2 / config.tensor
+
+
+def bytes_of_weights(config, distributed):
+    """Bytes a rank holds for (weights, gradients): float32 master weights and compute weights; accumulated gradients
+    and those being reduced."""
+    params, embeddings = params_of_rank(config), params_of_embeddings(config)
     width = 4 if config.autocast == "off" else 2
-    reduced = (width + 4) * max(unit, embeddings)  # a unit's gradients, and their float32 copy for the reduce-scatter
-    return held * weights / shard_group_size(config, distributed) + width * gathered + reduced
+    if not is_sharded(config):
+        # bf16 weights beside the float32 ones, which autocast casts
+        return (4 + 2) * params, 4 * params
+    own = 4 * params / shard_group_size(config, distributed)
+    if config.pipeline > 1:
+        # FSDP keeps the weights gathered and accumulates whole gradients in float32 until the last micro-batch
+        return own + width * params, own + 4 * params
+    unit = blocks_together(config) * params_of_block(config)
+    # one unit computes, one is prefetched
+    gathered = params if config.parallel == "zero2" else embeddings + 2 * unit
+    reduced = max(unit, embeddings)  # a unit's gradients, and their float32 copy for the reduce-scatter
+    return own + width * gathered, own + (width + 4) * reduced
 
 
 def bytes_per_token(config):
-    """Peak bytes for each token of a micro-batch: training's, or evaluation's if that takes more."""
+    """Peak bytes for each token of a micro-batch, (activations, logits), of training or, if more, of evaluation."""
     half = config.autocast != "off"
     layer, head, score = PEAK_BYTES[config.compile, half]
     layer = config.n_embd * layer + (0 if config.flash else config.n_head * config.seq_len * score)
@@ -140,16 +195,18 @@ def bytes_per_token(config):
     blocks = blocks_in_flight(config)
     layers = blocks * layer
     if config.activation_checkpointing != "off":
-        # each block's input; with "selective" also the outputs of GEMMs, ten times C, and of --context's all-to-alls,
-        # four times C; plus one block being recomputed
+        # each block's input; with "selective" also the outputs of GEMMs and attention, ten times C (compiled, backward
+        # does not read both c_proj's), and of --context's all-to-alls, four times C; plus one block being recomputed
         kept = 2 if config.bf16_residual else 4
         if config.activation_checkpointing == "selective":
-            kept += 10 * width + (4 * width if config.context > 1 else 0)
+            kept += (8 if config.compile else 10) * width + (4 * width if config.context > 1 else 0)
         layers = blocks * config.n_embd * kept + layer
-    training = layers + (0 if config.fused_cross_entropy else VOCAB_SIZE * head)
-    training /= config.context
+    layers /= config.context
+    logits = 0 if config.fused_cross_entropy else VOCAB_SIZE * head / config.context
     # evaluation splits no sequence. It returns each token's loss and so holds all logits: 2 bytes compiled, 11 with
     # eager float32 copies
     compiled = config.compile and config.stages_per_rank == 1
     evaluation = VOCAB_SIZE * (2 if compiled else 11) * (1 if half else 2) / config.tensor
-    return max(training, evaluation)
+    if not (config.val_every or config.hellaswag_every):
+        evaluation = 0
+    return layers, max(logits, evaluation - layers)

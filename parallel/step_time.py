@@ -1,0 +1,186 @@
+"""An estimate of a step's time: FLOPs at a measured rate, and the bytes that every way to use several GPUs sends.
+
+In an all-gather or a reduce-scatter of S bytes by n ranks each rank sends (n-1)/n S, in an all-reduce twice that
+(Patarasuk and Yuan 2009). Over several machines, the ranks of a machine do so first, and then the machines:
+
+    (n-1)/n S / link  +  (m-1)/m S / network         n ranks in each of m machines; bytes/s of a GPU, and of a machine
+
+With P parameters on a rank, 16-bit weights and float32 gradients, a step of M micro-batches has
+
+    ddp          all-reduce 4P                                  once a step             waits
+    zero2        all-gather 2P                                  once a step             overlaps
+                 reduce-scatter 4P                              every micro-batch       overlaps
+    zero3        all-gather 2P twice, reduce-scatter 4P         every micro-batch       overlaps
+    hsdp         as zero3 in a machine; all-reduce of shards    once a step             overlaps
+
+(Rajbhandari et al. 2020, "ZeRO", section 7). A sharded step waits for the embedding table: its gather comes before the
+first block and its reduce-scatter after all others. With x = B T C / N numbers of 2 bytes on each of N ranks:
+
+    tensor       4 all-gathers and 4 reduce-scatters of N x     every block             waits
+                 (Narayanan et al. 2021, section 3.2; Korthikanti et al. 2022)
+    context      all-to-alls of 4x in forward, 4x in backward   every block             waits
+                 (Jacobs et al. 2023, "DeepSpeed Ulysses", section 3.2)
+    pipeline     B T C forward and as many backward             every stage             waits
+                 the bubble, (N-1)/V micro-batches              once a step             waits
+                 (Narayanan et al. 2021, sections 2.2 and 3.2)
+
+Activation checkpointing repeats the collectives of a block's forward. --tensor and --pipeline with ddp use FSDP, which
+overlaps the all-reduce; with --pipeline all averaging comes after the last micro-batch, and waits.
+"""
+
+from dataclasses import dataclass
+
+from data.tokenizer import VOCAB_SIZE
+from optim.schedules import accumulation_steps
+from parallel.fsdp import is_sharded, shard_group_size
+from parallel.memory import params_of_embeddings, params_of_rank
+from parallel.pipeline import blocks_of_stages
+
+# Measured with GPT-2 124M and 1558M on H200s: docs/benchmarks.md, docs/scaling.md
+LAYER_SECONDS = 0.3e-3  # of a block in each micro-batch, however small: 108.6, 56.4 and 30 ms for 64, 32 and 16 x 1024
+STEP_SECONDS = 2e-3  # the update, and the rest of a step
+SLOWEST = 1.015  # several GPUs wait for the slowest
+SHARDED = dict(ddp=1.03, zero2=1.03, zero3=1.05, hsdp=1.05)  # FSDP's computation, against DDP's
+LATENCY = 20e-6  # of a collective, however small: an assumption
+SPLIT_GRAPH_SECONDS = 5e-3  # what --overlap_gradients costs
+ATTENTION = 0.75  # flash attention computes half of the T x T scores that the formula counts, at 2/3 of GEMMs' rate
+RECOMPUTED = dict(off=1, selective=1.07, full=4 / 3)  # FLOPs of a block; selective: equivalent to 5% of a step
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """The GPUs of an estimate."""
+
+    gpus: int
+    gpus_per_machine: int
+    peak: float  # a GPU's FLOP/s
+    mfu: float  # share of the peak that it reaches with large micro-batches
+    link: float  # bytes/s that a GPU sends inside a machine
+    network: float  # bytes/s that a machine sends to others
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of a step, and what they consist of."""
+
+    computation: float
+    bubble: float  # of --pipeline
+    communication: float  # that computation waits for
+    sent: float  # communication with what overlaps
+
+    @property
+    def total(self):
+        return self.computation + self.bubble + self.communication
+
+
+@dataclass(frozen=True)
+class Group:
+    """The ranks of a collective."""
+
+    ranks: int  # in a machine
+    machines: int
+    sharing: int  # groups that send over the network of one machine at the same time
+
+
+def group_of(size, stride, cluster):
+    """The Group of `size` ranks, each `stride` after the one before."""
+    ranks = max(1, min(size, cluster.gpus_per_machine // stride))
+    return Group(ranks, -(-size // ranks), cluster.gpus_per_machine // ranks)
+
+
+def gather(size, group, cluster):
+    """Seconds of an all-gather or a reduce-scatter of a tensor of `size` bytes; an all-reduce takes both. Or of an
+    all-to-all by ranks that have `size` bytes each."""
+    inside = (group.ranks - 1) / group.ranks * size / cluster.link
+    between = (group.machines - 1) / group.machines * size * group.sharing / cluster.network
+    return inside + between + (LATENCY if group.ranks * group.machines > 1 else 0)
+
+
+def flops_of_block(config, attention=1):
+    """FLOPs per token, forward and backward, of a block: its share of 6N + 12·L·C·T (Chowdhery et al. 2022, PaLM)."""
+    return 72 * config.n_embd**2 + attention * 12 * config.n_embd * config.seq_len
+
+
+def flops_of_head(config):
+    return 6 * (VOCAB_SIZE + config.seq_len) * config.n_embd
+
+
+def micro_batch_seconds(config, cluster):
+    """Computation of one micro-batch, on the rank of a pipeline that has most."""
+    tokens = config.micro_batch_size * config.seq_len / (config.context * config.tensor)
+    rate = cluster.peak * cluster.mfu
+    block = tokens * flops_of_block(config, ATTENTION) * RECOMPUTED[config.activation_checkpointing] / rate
+    head = tokens * flops_of_head(config) / rate
+    stages, size = blocks_of_stages(config), config.pipeline
+    of_ranks = [sum(stages[rank::size]) * (block + LAYER_SECONDS) for rank in range(size)]
+    of_ranks[-1] += head
+    return max(of_ranks) * (SHARDED[config.parallel] if is_sharded(config) else 1)
+
+
+def split_seconds(config, distributed, cluster):
+    """Communication of one micro-batch for --tensor, --context and --pipeline."""
+    tensor, context, pipeline = config.tensor, config.context, config.pipeline
+    width = 4 if config.autocast == "off" else 2
+    x = width * config.micro_batch_size * config.seq_len * config.n_embd / context  # bytes
+    stages = blocks_of_stages(config)
+    blocks = max(sum(stages[rank::pipeline]) for rank in range(pipeline))
+    # selective keeps the outputs of reduce-scatters and all-to-alls, and repeats all-gathers
+    collectives = dict(off=8, selective=10, full=12)[config.activation_checkpointing] * blocks + 4  # 4: embedding, head
+    seconds = collectives * gather(x, group_of(tensor, 1, cluster), cluster)
+    # q, k and v in one all-to-all, attention's output in the other; as many in backward
+    group = group_of(context, tensor, cluster)
+    exchange = gather(3 * x / tensor, group, cluster) + gather(x / tensor, group, cluster)
+    seconds += blocks * exchange * (3 if config.activation_checkpointing == "full" else 2)
+    if pipeline > 1:
+        stage = tensor * distributed.data_context_size  # ranks of a stage, which send at the same time
+        leaves = group_of(pipeline, stage, cluster).machines > 1
+        rate = cluster.network / min(stage, cluster.gpus_per_machine) if leaves else cluster.link
+        seconds += 2 * config.stages_per_rank * x / tensor / rate
+    return seconds
+
+
+def averaging_seconds(config, distributed, cluster):
+    """Communication of weights and gradients: (of every micro-batch, once a step)."""
+    params, tensor, shards = params_of_rank(config), config.tensor, shard_group_size(config, distributed)
+    gradient = 2 if config.bf16_gradients else 4
+    group = group_of(shards, tensor, cluster)
+    gathered = gather((4 if config.autocast == "off" else 2) * params, group, cluster)
+    scattered = gather(gradient * params, group, cluster)
+    replicas = group_of(distributed.data_context_size // shards, tensor * shards, cluster)
+    all_reduced = 2 * gather(gradient * params / shards, replicas, cluster)
+    if config.pipeline > 1:
+        # the first and the last stage add up the gradients of the table
+        stage = tensor * distributed.data_context_size
+        ends = group_of(2, (config.pipeline - 1) * stage, cluster)
+        table = 4 * VOCAB_SIZE * config.n_embd / tensor / shards
+        return 0, gathered + scattered + all_reduced + 2 * gather(table, ends, cluster)
+    if config.parallel == "zero2":
+        return scattered, gathered
+    return 2 * gathered + scattered, all_reduced
+
+
+def flops_per_token(config):
+    """FLOPs of forward and backward per token."""
+    return config.n_layer * flops_of_block(config) + flops_of_head(config)
+
+
+def step_time(config, distributed, cluster):
+    """The StepTime of a Config with its sizes and micro_batch_size."""
+    micro_steps = accumulation_steps(config.batch_warmup_steps, config, distributed.data_size)
+    slowest = SLOWEST if distributed.world_size > 1 else 1
+    micro_batch = slowest * micro_batch_seconds(config, cluster)
+    split = split_seconds(config, distributed, cluster)
+    each, once = averaging_seconds(config, distributed, cluster)
+    computation = micro_steps * micro_batch + STEP_SECONDS
+    if config.overlap_gradients:
+        computation += SPLIT_GRAPH_SECONDS
+    waits = 1.0  # share of averaging that no computation can hide
+    if is_sharded(config) and config.pipeline == 1:
+        waits = params_of_embeddings(config) / params_of_rank(config)
+    elif config.overlap_gradients:
+        waits = 0.0
+    # a micro-batch hides at most its own time; what comes once a step overlaps with one micro-batch
+    hidden = (micro_steps - 1) * min(micro_batch, (1 - waits) * each) + min(micro_batch, (1 - waits) * (each + once))
+    sent = micro_steps * (split + each) + once
+    bubble = (config.pipeline - 1) / config.stages_per_rank * (micro_batch + split)
+    return StepTime(computation, bubble, sent - hidden, sent)

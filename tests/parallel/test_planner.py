@@ -1,0 +1,193 @@
+"""Plans against what docs/scaling.md has measured on H200s, and against what is known by counting."""
+
+import shlex
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+
+import ladder
+from common.cli import UserError, parse
+from config import Config, defaults, set_sizes
+from parallel import planner
+from parallel.memory import count_params, step_memory
+from parallel.process_group import Distributed
+from parallel.step_time import Cluster, step_time
+
+GPU = torch.device("cuda")
+GB = 2**30
+LARGE = dict(n_layer=32, n_head=32, n_embd=4096)  # 6.7B
+FULL = dict(LARGE, activation_checkpointing="full")
+WITHOUT_EVALUATIONS = dict(val_every=0, hellaswag_every=0)
+
+
+def sized(**flags):
+    config = Config(**flags)
+    set_sizes(config, None, None)
+    config.bf16_residual = True
+    return config
+
+
+def cluster(gpus, machine=8, network=400e9):
+    return Cluster(gpus, min(gpus, machine), 989.4e12, 0.54, 300e9, network)
+
+
+def estimate(gpus, **flags):
+    """(StepMemory, tokens/sec)"""
+    config = sized(**WITHOUT_EVALUATIONS, **flags)
+    sizes = (config.tensor, config.context, config.pipeline)
+    distributed = Distributed(0, gpus, GPU, *sizes)
+    rate = config.total_batch_size / step_time(config, distributed, cluster(gpus)).total
+    return step_memory(config, distributed), rate
+
+
+def plan(gpus, memory=80, given=(), machine=8, network=400e9, **flags):
+    """(all Layouts that fit, the chosen one)"""
+    of = cluster(gpus, machine, network)
+    layouts, _ = planner.find_layouts(sized(**flags), of, GPU, memory * GB, given)
+    best = planner.choose(layouts, memory * GB, given)
+    return planner.alternatives(layouts, memory * GB, best), best
+
+
+def test_memory_and_speed_are_those_measured():
+    xl = dict(model="gpt2-xl", total_batch_size=262144, micro_batch_size=32)
+    rates = []
+    small, half = dict(micro_batch_size=64), dict(micro_batch_size=32)
+    for gpus, flags, gb, rate in (
+        (1, small, 21.4, 596300),
+        (1, half, 12.3, 0.965 * 596300),
+        (1, dict(small, activation_checkpointing="selective"), 14.5, 571800),
+        (1, dict(small, activation_checkpointing="full"), 5.3, 485200),
+        (1, dict(seq_len=4096, micro_batch_size=16), 21.4, 467000),
+        (1, dict(seq_len=8192, micro_batch_size=8), 21.5, 363900),
+        (1, dict(seq_len=8192, micro_batch_size=8, activation_checkpointing="full"), 5.3, 291500),
+        (2, small, 21.4, 1172100),
+        (4, small, 21.9, 2321200),
+        (2, dict(small, parallel="zero2"), 20.6, 1142400),
+        (2, dict(small, parallel="zero3"), 20.5, 1128800),
+        (1, xl, 102.9, 53800),
+        (2, xl, 102.9, 106000),
+        (2, dict(xl, parallel="zero2"), 91.6, 103500),
+        (2, dict(xl, parallel="zero3"), 88.8, 101600),
+        (4, dict(xl, parallel="zero3"), 83.3, 202000),
+        (1, dict(FULL, total_batch_size=16384, micro_batch_size=8), 125.4, 10670),
+        (2, dict(FULL, total_batch_size=32768, micro_batch_size=8), 125.4, 19550),
+        (2, dict(FULL, total_batch_size=131072, micro_batch_size=64, parallel="zero2"), 77.0, 22640),
+        (2, dict(FULL, total_batch_size=131072, micro_batch_size=64, parallel="zero3"), 66.2, 22540),
+        (4, dict(FULL, total_batch_size=131072, micro_batch_size=32, parallel="zero3"), 35.1, 41300),
+    ):
+        memory, estimated = estimate(gpus, **flags)
+        assert memory.peak / GB == pytest.approx(gb, rel=0.05), flags
+        assert estimated == pytest.approx(rate, rel=0.2 if "n_embd" in flags else 0.05), flags
+        if gpus == 2:
+            rates.append((estimated, rate))
+    # ddp, zero2 and zero3 of each model on two GPUs are in the measured order
+    for of_model in (rates[i : i + 3] for i in range(0, 9, 3)):
+        assert sorted(of_model) == sorted(of_model, key=lambda pair: pair[1])
+    assert len(rates) == 9
+
+
+def test_memory_by_purpose():
+    config = dict(model="gpt2-xl", micro_batch_size=4)
+    params = count_params(sized(**config))
+    ddp, zero2, zero3 = (estimate(8, **config, parallel=mode)[0] for mode in ("ddp", "zero2", "zero3"))
+    assert ddp.states == 8 * params and zero2.states == zero3.states == params
+    assert ddp.gradients == 4 * params and ddp.weights == 6 * params
+    assert zero2.weights == pytest.approx(4 / 8 * params + 2 * params) and zero3.weights < zero2.weights / 2
+    for memory in (zero2, zero3):  # with accumulation everything exists at the same time
+        parts = memory.weights + memory.gradients + memory.states + memory.activations + memory.logits
+        assert memory.peak == memory.in_backward == parts
+    tensor, context, pipeline = (
+        estimate(8, **config, **{name: n})[0] for name, n in (("tensor", 5), ("context", 2), ("pipeline", 4))
+    )
+    assert tensor.states == ddp.states / 5 and context.states == ddp.states
+    assert ddp.activations / 2 < context.activations < 0.6 * ddp.activations
+    assert pipeline.states < 0.4 * ddp.states
+
+
+def test_bytes_on_the_links():
+    """What the docstring of step_time.py says, of three micro-batches."""
+    config = sized(model="gpt2-xl", micro_batch_size=4)
+    params = count_params(config)
+
+    def sent(gpus, **flags):
+        distributed = Distributed(0, gpus, GPU, flags.get("tensor", 1), flags.get("context", 1))
+        new = replace(config, **flags, total_batch_size=3 * 4 * 1024 * distributed.data_size)
+        return pytest.approx(step_time(new, distributed, cluster(gpus, network=50e9)).sent, rel=0.02)
+
+    assert sent(8) == 2 * 7 / 8 * 4 * params / 300e9
+    assert sent(8, bf16_gradients=True) == 2 * 7 / 8 * 2 * params / 300e9
+    assert sent(16) == 2 * 7 / 8 * 4 * params / 300e9 + 2 * 1 / 2 * 4 * params / 50e9
+    assert sent(8, parallel="zero2") == 7 / 8 * (2 + 3 * 4) * params / 300e9
+    assert sent(8, parallel="zero3") == 7 / 8 * 3 * (2 + 2 + 4) * params / 300e9
+    hsdp = 7 / 8 * 3 * (2 + 2 + 4) * params / 300e9 + 2 * 1 / 2 * 4 * params / 50e9
+    assert sent(16, parallel="hsdp", shard_ranks=8) == hsdp
+    x = 2 * 4 * 1024 * 1600  # bytes of a micro-batch's residual stream
+    assert sent(4, tensor=4) == 3 * (8 * 48 + 4) * (3 / 4 * x / 300e9 + 20e-6)
+    # half of the tokens are on each rank of a pair; gradients are averaged over all four ranks
+    exchanged = 3 * 48 * (8 * 1 / 2 * x / 2 / 300e9 + 4 * 20e-6)
+    assert sent(4, context=2) == exchanged + 2 * 3 / 4 * 4 * params / 300e9
+
+
+def test_what_is_known_of_modes():
+    modes, best = plan(8)
+    assert planner.describe(best) == "ddp" and best.config.micro_batch_size == 64
+    alone = [planner.describe(layout) for layout in modes if not layout.splits]
+    assert alone == ["ddp", "zero2", "zero3"]  # measured; in one machine hsdp is zero3
+    assert all(layout.time.total > best.time.total for layout in modes if layout.splits)
+    modes, best = plan(8, **LARGE)
+    names = [planner.describe(layout) for layout in modes]
+    assert "zero2" in names and "zero3" in names and "ddp" not in names and best.config.parallel == "zero2"
+    modes, best = plan(8, memory=26, **LARGE)  # weights gathered for a step would not fit
+    assert [planner.describe(layout).split(",")[0] for layout in modes if not layout.splits] == ["zero3"]
+    # with several micro-batches, hsdp sends least of the sharded modes between machines
+    modes, best = plan(32, network=12.5e9, total_batch_size=2**21, micro_batch_size=4, **LARGE)
+    times = {layout.config.parallel: layout.time.total for layout in modes if not layout.splits}
+    assert times["hsdp"] < times["zero2"] < times["zero3"]
+    # one sequence of 131,072 tokens takes more than a GPU
+    long = dict(seq_len=131072, total_batch_size=2**20, model="gpt2-large", **WITHOUT_EVALUATIONS)
+    _, best = plan(8, memory=40, activation_checkpointing="selective", given=("activation_checkpointing",), **long)
+    assert best.config.context > 1 or best.config.tensor > 1
+
+
+def test_the_command_is_one_that_a_run_takes(monkeypatch, capsys):
+    flags = "--plan --model gpt2-xl --gpus 16 --memory 80 --parallel hsdp --lr 1e-4".split()
+    monkeypatch.setattr(sys, "argv", ["ladder.py", *flags])
+    ladder.main()
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == (
+        "1,557M parameters, 524,288 tokens a step in sequences of 1,024, on 16 × H100 with 80 GB, 2 machines of 8"
+    )
+    rows = [line for line in lines if line.startswith("hsdp")]
+    assert len(rows) > 1 and not any(line.startswith(("ddp", "zero")) for line in lines)
+    assert "estimate" in "".join(lines) and [line[:2] for line in lines[-4:-1]] == ["1.", "2.", "3."]
+    launcher, _, arguments = lines[-1].partition("train_gpt2.py")
+    assert launcher.startswith("torchrun --nnodes=2 --nproc_per_node=8 ")
+    monkeypatch.setattr(sys, "argv", ["train_gpt2.py", *shlex.split(arguments)])
+    config = parse(Config, default=defaults(sys.argv))
+    assert (config.model, config.parallel, config.lr, config.micro_batch_size) == ("gpt2-xl", "hsdp", 1e-4, 16)
+
+
+def test_a_plan_that_is_impossible(monkeypatch):
+    large = " ".join(f"--{name} {value}" for name, value in LARGE.items())
+    for flags, words in (
+        (
+            f"{large} --gpus 1",
+            "nothing fits 80 GB a GPU: the least, ddp, takes 123.9 GB: use more --gpus, or a smaller",
+        ),
+        ("--gpus 0", "--gpus 0: it must be above 0"),
+        ("--gpus 12", "--gpus 12 are not full machines of --gpus_per_machine 8"),
+        ("--gpu Abacus", "--gpu Abacus: known are B200, H100"),
+        ("--mfu 50", "0.5 for 50%"),
+        ("--fp8", "leave out --fp8"),
+        ("--init_from gpt2", "leave out --init_from"),
+        ("--tensor 5", "--tensor 5 does not divide 12 attention heads"),
+        ("--total_batch_size 1000", "--total_batch_size 1000 cannot be divided"),
+        ("--parallel ddp --memory 0.4", "leave out --parallel"),
+        ("--gpus 1 --parallel zero3", "--parallel zero3 needs several GPUs"),
+    ):
+        monkeypatch.setattr(sys, "argv", ["ladder.py", "--plan", *flags.split()])
+        with pytest.raises(UserError) as error:
+            ladder.main()
+        assert words in str(error.value) and "\n" not in str(error.value)
