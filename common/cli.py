@@ -14,8 +14,6 @@ import typing
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 from common import interrupt
 
 ROOT = Path(__file__).parent.parent
@@ -283,6 +281,8 @@ def out_of_memory(hint):
 
 
 def is_out_of_memory(error):
+    import torch  # takes a second, and fineweb.py's workers do not need it
+
     # the libraries under PyTorch have no exception type of their own
     signs = ("out of memory", "ALLOC_FAILED", "can't allocate memory")
     return isinstance(error, MemoryError | torch.OutOfMemoryError) or any(sign in str(error) for sign in signs)

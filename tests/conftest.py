@@ -35,7 +35,7 @@ signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 # Most commands run in forks of one process that has imported what they need: seconds less for each
 FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload(["train_gpt2", "torch._dynamo", "tyro"])
+FORKS.set_forkserver_preload(["tests.preload"])
 
 ROOT = Path(__file__).parent.parent
 TIMEOUT = 240  # seconds for one command

@@ -1,21 +1,12 @@
 import re
-import subprocess
-import sys
 
 import pytest
-from conftest import ROOT, TINY, expect_error
-
-
-def bench(*arguments, launcher=(sys.executable,)):
-    command = [*launcher, ROOT / "bench.py", *TINY, *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=120)
+from conftest import TINY, expect_error
 
 
 @pytest.mark.parametrize("ranks, autocast", [(1, "off"), (2, "off"), (1, "fp16")])
-def test_it_times_steps_and_leaves_nothing(tmp_path, ranks, autocast):
-    launcher = (sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}")
-    flags = ("--steps", 2, "--log_dir", tmp_path, "--autocast", autocast)
-    result = bench(*flags, launcher=launcher if ranks > 1 else launcher[:1])
+def test_it_times_steps_and_leaves_nothing(command, tmp_path, ranks, autocast):
+    result = command("bench.py", *TINY, "--steps", 2, "--autocast", autocast, ranks=ranks)
     assert result.returncode == 0, result.stderr
     rates = re.findall(r"^([\d,]+) tokens/sec, ([\d.]+) ms a step, peak memory [\d.]+ GB$", result.stdout, re.M)
     assert len(rates) == 1
@@ -25,5 +16,5 @@ def test_it_times_steps_and_leaves_nothing(tmp_path, ranks, autocast):
 
 
 @pytest.mark.parametrize("flags, complaint", [("--steps 0", "--steps 0"), ("--init_from gpt2", "--init_from")])
-def test_what_it_does_not_do(flags, complaint):
-    expect_error(bench(*flags.split()), complaint)
+def test_what_it_does_not_do(command, flags, complaint):
+    expect_error(command("bench.py", *TINY, *flags.split()), complaint)

@@ -1,10 +1,9 @@
-import subprocess
 import sys
 from dataclasses import replace
 
 import pytest
 import torch
-from conftest import ROOT, expect_error
+from conftest import expect_error
 
 from common import device as device_module
 from common.cli import UserError, parse
@@ -26,8 +25,8 @@ def resolved(world_size=1, device="cpu", **flags):
     return config, "\n".join(map(str, notes))
 
 
-def test_help_explains_every_flag_in_sections():
-    done = subprocess.run([sys.executable, ROOT / "train_gpt2.py", "--help"], capture_output=True, text=True)
+def test_help_explains_every_flag_in_sections(command):
+    done = command("train_gpt2.py", "--help")
     assert done.returncode == 0
     for name in vars(Config()):
         assert f"--{name} " in done.stdout or f"--{name}," in done.stdout, name

@@ -4,7 +4,6 @@ import filecmp
 import json
 import os
 import random
-import resource
 import shutil
 import signal
 import subprocess
@@ -40,6 +39,22 @@ def longer(steps):
     return flags
 
 
+def fork(tmp_path, flags):
+    """Begin a training in the background, as `command` does: its process, and the files of what it prints."""
+    outputs = [tmp_path / "out.txt", tmp_path / "err.txt"]
+    process = FORKS.Process(target=run_script, args=(str(ROOT / "train_gpt2.py"), flags, tmp_path, outputs))
+    process.start()
+    return process, *outputs
+
+
+def wait_until(condition, process, errors):
+    """Wait for something that a training in the background does."""
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert process.is_alive() and time.monotonic() < deadline, errors.read_text()
+        time.sleep(0.02)
+
+
 def start(tmp_path, name, *args, steps=400, ranks=1, launcher=()):
     """Begin a long training in the background, and wait until it has a checkpoint."""
     torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}", *launcher]
@@ -72,18 +87,15 @@ MUON = ("--optimizer", "muon")
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_killed_at_random_moments(train, corpus, tmp_path, optimizer):
     """Every other time inside of a checkpoint: every run ends as if nothing had happened."""
-    own = (*EVERY_3, "--optimizer", optimizer)
-    script, flags = str(ROOT / "train_gpt2.py"), [*longer(40), "--data_dir", str(corpus), *map(str, own)]
-    outputs = [tmp_path / "out.txt", tmp_path / "err.txt"]
+    own = (*EVERY_3, "--optimizer", optimizer, "--total_batch_size", 128)
+    flags = [*longer(40), "--data_dir", str(corpus), *map(str, own)]
     moments = random.Random(7)
     runs = killed = in_checkpoints = 0
     while True:
         run = tmp_path / "log" / f"killed-{runs}"
         for path in run.glob("checkpoint_*.unfinished"):
             (path / "torn").touch()
-        arguments = (script, [*flags, "--run_name", run.name], tmp_path, outputs)
-        process = FORKS.Process(target=run_script, args=arguments)
-        process.start()
+        process, _, errors = fork(tmp_path, [*flags, "--run_name", run.name])
         process.join(moments.uniform(0, 2.0) if killed < KILLS else 120)
         while killed % 2 and process.is_alive() and not writing(run):
             time.sleep(0.001)
@@ -93,7 +105,7 @@ def test_killed_at_random_moments(train, corpus, tmp_path, optimizer):
             killed += 1
             in_checkpoints += writing(run)
             continue
-        assert process.exitcode == 0, outputs[1].read_text()
+        assert process.exitcode == 0, errors.read_text()
         runs += 1
         if killed >= KILLS:
             break
@@ -131,18 +143,14 @@ def test_resumed_with_other_micro_batches_and_ranks(train):
 @pytest.mark.parametrize("number, code", [(signal.SIGTERM, -signal.SIGTERM), (signal.SIGINT, 130)])
 def test_a_signal_during_the_first_step_ends_at_once(tmp_path, corpus, train, number, code):
     """While it compiles, which takes seconds: there is nothing to save, and the run starts by the same command."""
-    outputs = [tmp_path / "out.txt", tmp_path / "err.txt"]
-    flags = [*TINY, "--data_dir", str(corpus), "--run_name", "compiling", "--compile"]
-    process = FORKS.Process(target=run_script, args=(str(ROOT / "train_gpt2.py"), flags, tmp_path, outputs))
-    process.start()
-    while not outputs[0].exists() or "\nwatch " not in outputs[0].read_text():  # the plan's last line
-        assert process.is_alive(), outputs[1].read_text()
-        time.sleep(0.02)
+    process, output, errors = fork(tmp_path, [*TINY, "--data_dir", str(corpus), "--run_name", "compiling", "--compile"])
+    # the plan's last line
+    wait_until(lambda: output.exists() and "\nwatch " in output.read_text(), process, errors)
     time.sleep(0.5)
     os.kill(process.pid, number)
     process.join(10)
-    assert process.exitcode == code and "step     0" not in outputs[0].read_text()
-    assert outputs[1].read_text() == ("interrupted\n" if code == 130 else "")
+    assert process.exitcode == code and "step     0" not in output.read_text()
+    assert errors.read_text() == ("interrupted\n" if code == 130 else "")
     train("compiling")
 
 
@@ -150,11 +158,14 @@ def test_a_signal_during_the_first_step_ends_at_once(tmp_path, corpus, train, nu
     "number, flags", [(signal.SIGTERM, MUON), (signal.SIGINT, ()), (signal.SIGUSR1, ()), (signal.SIGHUP, MUON)]
 )
 def test_a_signal_saves_and_ends_well(tmp_path, corpus, number, flags):
-    process = start(tmp_path, "stopped", *flags, steps=5000)
-    process.send_signal(number)
-    out, err = process.communicate(timeout=60)
-    assert process.returncode == 0, err
+    flags = [*longer(5000), "--data_dir", str(corpus), "--run_name", "stopped", *map(str, EVERY_3), *flags]
+    process, output, errors = fork(tmp_path, flags)
     run = tmp_path / "log" / "stopped"
+    wait_until(lambda: list(run.glob("checkpoint_??????")), process, errors)
+    os.kill(process.pid, number)
+    process.join(60)
+    assert process.exitcode == 0, errors.read_text()
+    out = output.read_text()
     newest = max(run.glob("checkpoint_??????"))
     step = int(newest.name[-6:])
     assert f"{number.name}: stopped at step {step}; to continue from log/stopped/{newest.name}: " in out
@@ -224,7 +235,6 @@ def test_a_second_ctrl_c_ends_at_once(pause, code):
 
 def test_a_full_disk_leaves_the_checkpoint_before(tmp_path, corpus, train):
     """No file may grow beyond a size that the logs stay below and the optimizer's state does not."""
-
     whole = train("whole", *EVERY_3, "--max_steps", 7, drop="--checkpoint_every --val_every --max_steps")
     run = tmp_path / "log" / "full"
     shutil.copytree(whole, run)
@@ -232,15 +242,16 @@ def test_a_full_disk_leaves_the_checkpoint_before(tmp_path, corpus, train):
         shutil.rmtree(run / f"checkpoint_{step:06d}")
     limit = (whole / "checkpoint_000003" / "model.safetensors").stat().st_size + 1000
 
+    script = tmp_path / "limited.py"
+    script.write_text(
+        "import resource\nfrom common import cli\nimport train_gpt2\n"
+        f"resource.setrlimit(resource.RLIMIT_FSIZE, ({limit}, {limit}))\n"
+        "cli.run(train_gpt2.main)\n"
+    )
+
     def train_limited(name):
-        flags = [*longer(7), "--data_dir", str(corpus), "--run_name", name, *map(str, EVERY_3)]
-        return subprocess.run(
-            [sys.executable, str(ROOT / "train_gpt2.py"), *flags],
-            cwd=tmp_path,
-            capture_output=True,
-            text=True,
-            preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)),
-        )
+        drop = "--checkpoint_every --val_every --max_steps"
+        return train(name, *EVERY_3, "--max_steps", 7, drop=drop, script=script, fails=True)
 
     done = train_limited("full")
     expect_error(done, "step 7 is not saved", "newest checkpoint is log/full/checkpoint_000003", "continues")
@@ -257,19 +268,19 @@ def test_a_full_disk_leaves_the_checkpoint_before(tmp_path, corpus, train):
 
 def test_a_run_whose_folder_is_deleted_goes_on(tmp_path, corpus):
     """And keeps its last checkpoint, with which it can be continued."""
-    process = start(tmp_path, "deleted", steps=300)
+    flags = [*longer(300), "--data_dir", str(corpus), "--run_name", "deleted", *map(str, EVERY_3)]
+    process, output, errors = fork(tmp_path, flags)
     run = tmp_path / "log" / "deleted"
+    wait_until(lambda: list(run.glob("checkpoint_??????")), process, errors)
     run.rename(tmp_path / "away")
-    assert any(
-        "log/deleted, or a log in it, was deleted, moved or unmounted while training" in line for line in process.stdout
-    )
-    assert any("tok/s" in line for line in process.stdout)  # a step that the new folder's log has
-    process.send_signal(signal.SIGTERM)
-    output, errors = process.communicate(timeout=60)
-    assert process.returncode == 1 and "was deleted" not in output and "to continue from log/deleted/" in output
-    assert errors.splitlines()[-1].startswith(
-        "error: log/deleted, or a log in it, was deleted, moved or unmounted while training"
-    )
+    message = "log/deleted, or a log in it, was deleted, moved or unmounted while training"
+    # a step after the message is in the new folder's log
+    wait_until(lambda: "tok/s" in output.read_text().partition(message)[2], process, errors)
+    os.kill(process.pid, signal.SIGTERM)
+    process.join(60)
+    assert process.exitcode == 1 and "to continue from log/deleted/" in output.read_text()
+    assert output.read_text().count(message) == 1
+    assert errors.read_text().splitlines()[-1].startswith(f"error: {message}")
     newest = run_folder.checkpoints_of(run)[0]
     assert (run / "flags.yaml").read_text() == (tmp_path / "away" / "flags.yaml").read_text()
     assert [row["step"] for row in metrics(run) if "train_loss" in row][-1] == run_folder.step_of(newest) - 1
@@ -334,20 +345,19 @@ def test_a_run_that_ends_with_ruined_weights_fails(train):
     expect_error(done, "step 1 is not saved: its loss, gradient or weights are not finite", "there is no checkpoint")
 
 
-@pytest.mark.parametrize(
-    "arguments, words",
-    [
+def test_what_cannot_be_resumed(train):
+    run = train("run", *EVERY_3, drop="--checkpoint_every --val_every")
+    for arguments, words in (
         (("--resume", "nowhere"), ("nowhere",)),
         (("--n_layer", 3), ("n_layer is 3, but 2 in", "--resume log/run")),
         (("--seed", 5), ("seed",)),
         (MUON, ("another model, --optimizer or --adamw_states wrote it", "--init_from")),
         (("--resume", "never"), ("already holds a run",)),
-    ],
-)
-def test_what_cannot_be_resumed(train, arguments, words):
-    train("run", *EVERY_3, drop="--checkpoint_every --val_every")
-    drop = "--checkpoint_every --val_every --max_steps" + (" --n_layer" if "--n_layer" in arguments else "")
-    expect_error(train("run", *EVERY_3, "--max_steps", 5, *arguments, drop=drop, fails=True), *words)
+    ):
+        drop = "--checkpoint_every --val_every --max_steps" + (" --n_layer" if "--n_layer" in arguments else "")
+        before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+        expect_error(train("run", *EVERY_3, "--max_steps", 5, *arguments, drop=drop, fails=True), *words)
+        assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
 
 
 def test_out_of_memory_says_what_to_lower(capsys):

@@ -1,0 +1,14 @@
+"""What the forks of the tests share: the imports, GPT-2's tokenizer, and objects that no garbage collector visits."""
+
+import atexit
+import gc
+
+import torch._dynamo  # noqa: F401
+import tyro  # noqa: F401
+
+import train_gpt2  # noqa: F401
+from data.tokenizer import token_bytes
+
+token_bytes()
+gc.freeze()  # process_group.stop() collects garbage: among all modules that takes half a second
+atexit.register(gc.unfreeze)  # Triton's bindings count what is left at the end
