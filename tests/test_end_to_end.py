@@ -78,7 +78,8 @@ def test_fp16_unscales_gradients_before_it_clips_them(train):
 
 def test_it_learns(train, tmp_path):
     write_corpus(tmp_path, sizes=(100, 300))
-    run = train("learn", "--data_dir", tmp_path, "--max_steps", 40, "--lr", 1e-2)
+    batch = ("--total_batch_size", 64, "--micro_batch_size", 2)
+    run = train("learn", "--data_dir", tmp_path, "--max_steps", 40, "--lr", 1e-2, *batch)
     assert logged(run)[0] > 10.7 and logged(run)[-1] < 7
 
 

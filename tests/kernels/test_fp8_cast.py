@@ -20,7 +20,8 @@ def scalar(value):
     return torch.tensor(float(value), device=DEVICE)
 
 
-@pytest.mark.parametrize("shape", [(4, 16), (68, 48), (128, 130), (1024, 768)])
+# a tile is 64 x 64; the interpreter takes seconds for many of them
+@pytest.mark.parametrize("shape", [(4, 16), (68, 48), (128, 130), *([(1024, 768)] if DEVICE == "cuda" else [])])
 def test_representable_values_are_exact(shape):
     """Row-major and transposed; values beyond 448 saturate. (The interpreter does not round other values correctly.)"""
     x = 0.5 * torch.randint(-15, 16, shape, device=DEVICE).float()

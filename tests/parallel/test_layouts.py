@@ -38,18 +38,19 @@ def assert_same(run, whole, steps=4):
 
 def test_every_layout_trains_and_resumes_as_one_rank_does(train, train_several, command, tmp_path):
     (tmp_path / "items.jsonl").write_text("".join(json.dumps(item) + "\n" for item in make_items(5)))
-    flags = "--max_steps 4 --checkpoint_every 2 --val_every 2 --sample_every 2 --hellaswag_every 2".split()
+    flags = "--max_steps 4 --checkpoint_every 2 --val_every 4 --sample_every 4 --hellaswag_every 4".split()
     flags += ["--hellaswag_data", str(tmp_path / "items.jsonl"), "--micro_batch_size", "1"]
     flags += ["--n_layer", "7"]  # gathered two by two, and one alone
     flags += ["--mask_documents"]  # the blocks share the documents' boundaries
-    whole = train("whole", *flags)
+    between = ["--val_every", "2", "--sample_every", "2"]  # then training goes on
+    whole = train("whole", *flags, *between)
     middle = "log/{}/checkpoint_000002".format
     runs = train_several(
         4,
         dict(
             ddp=flags,
             zero2=[*flags, "--parallel", "zero2"],
-            zero3=[*flags, "--parallel", "zero3", "--activation_checkpointing", "full"],
+            zero3=[*flags, *between, "--parallel", "zero3", "--activation_checkpointing", "full"],
             hsdp=[*flags, "--parallel", "hsdp", "--shard_ranks", 2, "--activation_checkpointing", "selective"],
             whole_zero2=[*flags, "--parallel", "zero2", "--resume", middle("whole")],
             zero3_hsdp=[
