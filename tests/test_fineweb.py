@@ -298,6 +298,12 @@ def test_an_interrupted_call_continues(command, documents, tmp_path, shard_size,
     assert contents(tmp_path / "parts") == contents(tmp_path / "single")
 
 
+def test_it_starts_without_pytorch():
+    """The import takes a second, in every worker."""
+    code = "import sys, fineweb; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+
+
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs Linux")
 def test_a_killed_call_ends_its_workers(command, tmp_path):
     """After SIGKILL to the command no worker remains, and the same command continues."""
