@@ -85,7 +85,7 @@ def main():
     base = defaults(sys.argv if is_sweep or given(sys.argv).get("plan") else [*sys.argv, "--ladder"])
     config = parse(LadderConfig, default=LadderConfig(**vars(base)), hints=HINTS)
     if config.gpus is not None and not (is_sweep or config.plan):
-        raise UserError("--gpus is for --sweep and --plan: leave it out")
+        raise UserError(f"--gpus {config.gpus} is for --sweep and --plan: leave it out")
     if config.plan:
         layouts.plan(config, given(sys.argv))
     elif is_sweep:
