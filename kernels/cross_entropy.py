@@ -87,23 +87,25 @@ def scale_gradients(ctx, dloss, *_):
 summed_cross_entropy.register_autograd(scale_gradients, setup_context=save_gradients)
 
 
-def cross_entropy_(logits, targets, vocab_size):
+def cross_entropy_(logits, targets, vocab_size, log_sum_exps=None):
     """The cross-entropies (N,) float32 of logits (N, V_padded), in place: logits become their gradient.
 
-    targets (N,) int64. The gradient of the columns from vocab_size on is 0.
+    targets (N,) int64. The gradient of the columns from vocab_size on is 0. log_sum_exps (N,) float32: to be written
+    instead of the gradient; it is infinite in rows without a target.
     """
     N, V_padded = logits.shape
     losses = torch.empty(N, dtype=torch.float32, device=logits.device)
     block = min(8192, max(128, triton.next_power_of_2(vocab_size)))  # at least 128: one block covers the tail
     cross_entropy_kernel[(N,)](
-        logits, targets, losses, logits.stride(0), vocab_size, V_padded, BLOCK=block, num_warps=16
+        logits, targets, losses, log_sum_exps, logits.stride(0), vocab_size, V_padded, BLOCK=block, num_warps=16
     )
     return losses
 
 
 @triton.jit
-def cross_entropy_kernel(logits, targets, losses, stride, V, V_padded, BLOCK: tl.constexpr):
-    """One row's loss, and the row's gradient in place of its logits: softmax minus one-hot, 0 in the padding.
+def cross_entropy_kernel(logits, targets, losses, log_sum_exps, stride, V, V_padded, BLOCK: tl.constexpr):
+    """One row's loss, and its log-sum-exp or, without log_sum_exps, the row's gradient in place of its logits: softmax
+    minus one-hot, 0 in the padding.
 
     The first pass over the row sums the exponentials. The second computes the gradient and finds the row, 100 kB, still
     in the cache. A softmax may subtract any shift near the row's maximum. The shift here is the target's logit, which
@@ -118,20 +120,7 @@ def cross_entropy_kernel(logits, targets, losses, stride, V, V_padded, BLOCK: tl
     target = tl.load(targets + row)
     has_loss = target != IGNORE_INDEX
     target_logit = tl.load(logits + target, mask=has_loss, other=0.0).to(tl.float32)
-    log_sum_exp = row_log_sum_exp(logits, tail, target_logit, full, offsets, BLOCK)
-    tl.store(losses + row, tl.where(has_loss, log_sum_exp - target_logit, 0.0))
-    log_sum_exp = tl.where(has_loss, log_sum_exp, float("inf"))  # without a target the gradient is 0
-    tl.store(logits + full + offsets, tl.exp(tail - log_sum_exp), mask=full + offsets < V_padded)
-    for start in range(0, full, BLOCK):
-        x = tl.load(logits + start + offsets).to(tl.float32)
-        tl.store(logits + start + offsets, tl.exp(x - log_sum_exp))
-    tl.debug_barrier()  # every thread stores its part of softmax before one thread overwrites the target's entry
-    tl.store(logits + target, tl.exp(target_logit - log_sum_exp) - 1, mask=has_loss)
-
-
-@triton.jit
-def row_log_sum_exp(logits, tail, shift, full, offsets, BLOCK: tl.constexpr):
-    """log Σ exp of a row. tail: the row's last columns, from `full` on; shift: the target's logit."""
+    shift = target_logit
     sums = tl.exp(tail - shift)
     for start in range(0, full, BLOCK):
         sums += tl.exp(tl.load(logits + start + offsets).to(tl.float32) - shift)
@@ -145,4 +134,15 @@ def row_log_sum_exp(logits, tail, shift, full, offsets, BLOCK: tl.constexpr):
         for start in range(0, full, BLOCK):
             sums += tl.exp(tl.load(logits + start + offsets).to(tl.float32) - shift)
         total = tl.sum(sums, 0)
-    return shift + tl.log(total)
+    log_sum_exp = shift + tl.log(total)
+    tl.store(losses + row, tl.where(has_loss, log_sum_exp - target_logit, 0.0))
+    log_sum_exp = tl.where(has_loss, log_sum_exp, float("inf"))  # without a target the gradient is 0
+    if log_sum_exps is not None:
+        tl.store(log_sum_exps + row, log_sum_exp)
+    else:
+        tl.store(logits + full + offsets, tl.exp(tail - log_sum_exp), mask=full + offsets < V_padded)
+        for start in range(0, full, BLOCK):
+            x = tl.load(logits + start + offsets).to(tl.float32)
+            tl.store(logits + start + offsets, tl.exp(x - log_sum_exp))
+        tl.debug_barrier()  # every thread stores its part of softmax before one thread overwrites the target's entry
+        tl.store(logits + target, tl.exp(target_logit - log_sum_exp) - 1, mask=has_loss)

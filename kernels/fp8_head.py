@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from kernels import cublaslt, fp8_cast
-from kernels.cross_entropy import IGNORE_INDEX, LOGIT_ROWS, row_log_sum_exp, save_gradients, scale_gradients
+from kernels.cross_entropy import IGNORE_INDEX, LOGIT_ROWS, cross_entropy_, save_gradients, scale_gradients
 from kernels.fp8 import FP8_MAX, float8_gemm
 
 QUADS, COLUMNS = fp8_cast.QUADS, fp8_cast.COLUMNS
@@ -88,31 +88,14 @@ def softmax_float8(logits, targets, vocab_size, scale):
     target.
     """
     N, V_padded = logits.shape
-    losses, log_sum_exps = (torch.empty(N, dtype=torch.float32, device=logits.device) for _ in range(2))
-    block = min(8192, max(128, triton.next_power_of_2(vocab_size)))
-    log_sum_exp_kernel[(N,)](logits, targets, losses, log_sum_exps, V_padded, vocab_size, BLOCK=block, num_warps=16)
+    log_sum_exps = torch.empty(N, dtype=torch.float32, device=logits.device)
+    losses = cross_entropy_(logits, targets, vocab_size, log_sum_exps)
     softmax8, softmax8_t = fp8_cast.empty_float8_pair(logits)
     softmax_kernel[(triton.cdiv(N, 4 * QUADS), triton.cdiv(V_padded, COLUMNS))](
         logits, log_sum_exps, softmax8, fp8_cast.as_words(softmax8_t), scale, N, N // 4, vocab_size, V_padded,
         QUADS=QUADS, COLUMNS=COLUMNS, num_warps=4,
     )  # fmt: skip
     return losses, softmax8, softmax8_t
-
-
-@triton.jit
-def log_sum_exp_kernel(logits, targets, losses, log_sum_exps, stride, V, BLOCK: tl.constexpr):
-    """One row's loss and log-sum-exp, which is infinite without a target: softmax is 0 then."""
-    row = tl.program_id(0)
-    logits += row.to(tl.int64) * stride
-    offsets = tl.arange(0, BLOCK)
-    full = V // BLOCK * BLOCK  # columns in full blocks, which need no mask
-    tail = tl.load(logits + full + offsets, mask=full + offsets < V, other=float("-inf")).to(tl.float32)
-    target = tl.load(targets + row)
-    has_loss = target != IGNORE_INDEX
-    target_logit = tl.load(logits + target, mask=has_loss, other=0.0).to(tl.float32)
-    log_sum_exp = row_log_sum_exp(logits, tail, target_logit, full, offsets, BLOCK)
-    tl.store(losses + row, tl.where(has_loss, log_sum_exp - target_logit, 0.0))
-    tl.store(log_sum_exps + row, tl.where(has_loss, log_sum_exp, float("inf")))
 
 
 @triton.jit

@@ -14,7 +14,6 @@ import importlib.util
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -27,7 +26,7 @@ from observe import figures, roofline
 from observe.hardware import environment, peak_tflops
 from observe.measure import OUT_OF_MEMORY, prepare, save
 from observe.tables import align, markdown_table
-from observe.timing import dtype_of_activations, forward_and_backward
+from observe.timing import TimingFlags, dtype_of_activations, forward_and_backward
 from parallel import process_group
 
 LENGTHS = tuple(512 * 2**i for i in range(7))
@@ -44,7 +43,7 @@ COLUMN_WIDTHS = (16, 4, 6, 11, 12, 8, 8, 8)
 
 
 @dataclass
-class Flags:
+class Flags(TimingFlags):
     """Time every attention kernel that this device has, forward and backward."""
 
     tokens: int | None = None
@@ -55,14 +54,6 @@ class Flags:
     """Widths D of a head, divisors of --n_embd."""
     n_embd: int = 768
     """Embedding width C; the number of heads is C / D."""
-    repeats: int = 20
-    """Runs of which the median is taken."""
-    device: Literal["auto", "cuda", "cpu", "mps"] = "auto"
-    """auto: a GPU if there is one."""
-    log_dir: str = "log"
-    """Folder in which the results' folder is made."""
-    run_name: str | None = None
-    """Name of the results' folder; by default attention and the time of day."""
     peak_tflops: float | None = None
     """The device's dense bf16 peak, for the roof; known for common GPUs."""
 

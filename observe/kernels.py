@@ -28,7 +28,7 @@ from observe.hardware import environment
 from observe.measure import OUT_OF_MEMORY, prepare, save
 from observe.roofline import memory_bandwidth
 from observe.tables import align, markdown_table
-from observe.timing import dtype_of_activations, forward_and_backward
+from observe.timing import TimingFlags, dtype_of_activations, forward_and_backward
 from parallel import process_group
 
 COLUMNS = ("operation", "level", "forward ms", "backward ms", "GB/s", "of bandwidth", "× eager", "peak GB")
@@ -37,7 +37,7 @@ EPSILON = 1e-5  # of LayerNorm
 
 
 @dataclass
-class Flags:
+class Flags(TimingFlags):
     """Time cross-entropy, GELU and LayerNorm at every level, from eager PyTorch to a kernel of one's own."""
 
     kernel: tuple[Literal["cross_entropy", "gelu", "layer_norm"], ...] = ("cross_entropy", "gelu", "layer_norm")
@@ -57,14 +57,6 @@ class Flags:
     """Embedding width C; GELU's input has 4C columns."""
     vocab_size: int = 50304
     """Columns V of the logits."""
-    repeats: int = 20
-    """Runs of which the median is taken."""
-    device: Literal["auto", "cuda", "cpu", "mps"] = "auto"
-    """auto: a GPU if there is one."""
-    log_dir: str = "log"
-    """Folder in which the results' folder is made."""
-    run_name: str | None = None
-    """Name of the results' folder; by default kernels and the time of day."""
 
 
 def main():

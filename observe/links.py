@@ -27,7 +27,7 @@ from observe import figures
 from observe.hardware import environment, flops_per_token, peak_tflops
 from observe.measure import prepare, save
 from observe.tables import align, markdown_table
-from observe.timing import LONGEST, WARM_UP, time_of
+from observe.timing import LONGEST, WARM_UP, TimingFlags, time_of
 from optim.schedules import accumulation_steps
 from parallel import communication, process_group
 from parallel.communication import BUS_FACTORS
@@ -43,13 +43,11 @@ MACHINE_COLUMNS = ("model", "GPUs", "network GB/s", "overlap", "tokens a step", 
 
 
 @dataclass
-class Flags:
+class Flags(TimingFlags):
     """Time the collectives between the ranks at hand, and estimate what they cost a training step."""
 
     largest: int | None = None
     """Bytes of the largest collective; by default 1 GB (2^30 bytes) on GPUs, 16 MB elsewhere. The smallest has 1 KB."""
-    repeats: int = 20
-    """Collectives of one size, whose mean time is taken."""
     models: tuple[Literal["gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl", "tiny"], ...] = (
         "gpt2",
         "gpt2-medium",
@@ -71,12 +69,6 @@ class Flags:
     """Estimate ddp on this many machines like this one, for example 1 2 4."""
     network: tuple[float, ...] = ()
     """With --machines: bandwidths of a machine's network in one direction, in GB/s (100 Gb/s are 12.5)."""
-    device: Literal["auto", "cuda", "cpu"] = "auto"
-    """auto: a GPU if there is one."""
-    log_dir: str = "log"
-    """Folder in which the results' folder is made."""
-    run_name: str | None = None
-    """Name of the results' folder; by default links and the time of day."""
 
 
 def main():

@@ -1,8 +1,10 @@
-"""Milliseconds of a function, and of forward and backward, by the device's clock."""
+"""Milliseconds of a function, and of forward and backward, by the device's clock, and the flags of commands that time."""
 
 import statistics
 import time
+from dataclasses import dataclass
 from functools import partial
+from typing import Literal
 
 import torch
 
@@ -12,6 +14,20 @@ BUSY = 2_000_000  # clock cycles, 1 ms: the GPU waits until the host has launche
 # More than any GPU's L2 cache, as in triton.testing.do_bench: the runs read their inputs from memory, as in a step, in
 # which other layers fill the cache in between
 FLUSH_BYTES = 256 * 2**20
+
+
+@dataclass
+class TimingFlags:
+    """What all commands that time kernels have."""
+
+    repeats: int = 20
+    """Runs of one measurement."""
+    device: Literal["auto", "cuda", "cpu", "mps"] = "auto"
+    """auto: a GPU if there is one."""
+    log_dir: str = "log"
+    """Folder in which the results' folder is made."""
+    run_name: str | None = None
+    """Name of the results' folder; by default the command's and the time of day."""
 
 
 def dtype_of_activations(device):

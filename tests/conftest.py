@@ -210,15 +210,26 @@ for port, arguments in json.load(open(sys.argv[1])):
 
 
 @pytest.fixture
-def train_several(command, corpus, tmp_path, monkeypatch):
+def script(tmp_path, monkeypatch):
+    """Write Python code that imports the project to a file, for command or train; returns its path."""
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+
+    def write(code):
+        path = tmp_path / "script.py"
+        path.write_text(code)
+        return path
+
+    return write
+
+
+@pytest.fixture
+def train_several(command, script, corpus, tmp_path):
     """Train tiny GPT-2s on so many ranks, {run's name: flags}; returns their folders."""
 
     def call(ranks, runs):
-        (tmp_path / "several.py").write_text(SEVERAL)
         flags = [[*TINY, "--data_dir", str(corpus), "--run_name", name, *map(str, runs[name])] for name in runs]
         (tmp_path / "runs.json").write_text(json.dumps([(free_port(), each) for each in flags]))
-        monkeypatch.setenv("PYTHONPATH", str(ROOT))
-        done = command(tmp_path / "several.py", "runs.json", ranks=ranks)
+        done = command(script(SEVERAL), "runs.json", ranks=ranks)
         assert done.returncode == 0, done.stdout + done.stderr
         return [tmp_path / "log" / name for name in runs]
 

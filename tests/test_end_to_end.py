@@ -141,10 +141,8 @@ os.write(1, f"reductions {count}\\n".encode())  # in one piece: the other rank w
 """
 
 
-def test_gradients_cross_once_a_step(train, tmp_path, monkeypatch):
-    (tmp_path / "count.py").write_text(COUNT_REDUCTIONS)
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    run = train("count", "--micro_batch_size", 1, script=tmp_path / "count.py", ranks=2)  # 4 micro-batches a step
+def test_gradients_cross_once_a_step(train, script):
+    run = train("count", "--micro_batch_size", 1, script=script(COUNT_REDUCTIONS), ranks=2)  # 4 micro-batches a step
     assert (run / "output.txt").read_text().count("reductions 3") == 2  # 3 steps, on each rank
 
 
@@ -277,12 +275,10 @@ train_gpt2.main()
 """
 
 
-def test_an_evaluation_that_fails_loses_nothing(train, tmp_path, monkeypatch):
-    (tmp_path / "failing.py").write_text(FAILING_EVALUATION)
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+def test_an_evaluation_that_fails_loses_nothing(train, script, tmp_path):
     flags = ("--val_every", 3, "--checkpoint_every", 3, "--max_steps", 5)
     drop = "--val_every --checkpoint_every --max_steps"
-    done = train("failed", *flags, drop=drop, script=tmp_path / "failing.py", fails=True)
+    done = train("failed", *flags, drop=drop, script=script(FAILING_EVALUATION), fails=True)
     assert done.returncode and "an evaluation that fails" in done.stderr
     assert (tmp_path / "log" / "failed" / "checkpoint_000003" / "training.json").exists()
     again, whole = train("failed", *flags, drop=drop), train("whole", *flags, drop=drop)

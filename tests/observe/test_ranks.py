@@ -5,7 +5,7 @@ import statistics
 
 import pytest
 import torch
-from conftest import ROOT, metrics
+from conftest import metrics
 
 from observe.hang import explain
 from observe.power import PowerMeter, Sample
@@ -33,11 +33,9 @@ train_gpt2.main()
 """
 
 
-def test_the_slow_rank_and_the_missing_rank_are_named(train, tmp_path, monkeypatch):
+def test_the_slow_rank_and_the_missing_rank_are_named(train, script):
     """The slow one although both ranks take the same time for a step."""
-    (tmp_path / "slow.py").write_text(SLOW_RANK)
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    run = train("slow", "--max_steps", 5, script=tmp_path / "slow.py", ranks=2)
+    run = train("slow", "--max_steps", 5, script=script(SLOW_RANK), ranks=2)
     rows = [row for row in metrics(run) if "step_ms" in row]
     assert ["own_ms" in row for row in rows] == [False, False, False, True, True]  # of the step before
     own_ms = [statistics.median(row["own_ms"][rank] for row in rows[3:]) for rank in (0, 1)]
