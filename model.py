@@ -251,11 +251,7 @@ class GPT(nn.Module):
         documents = self.find_documents(idx, cache)
         for layer, block in enumerate(self.transformer.h):
             x = block(x, cache.layers[layer] if cache else None, documents)
-        if cache:
-            x = x[:, -1:]
-        if at is not None:
-            x = x.flatten(0, 1)[at]  # (N, C)
-        return self.head(x, targets, reduction)
+        return self.head(x, targets, reduction, at, cache)
 
     def find_documents(self, idx, cache):
         c = self.config
@@ -271,7 +267,11 @@ class GPT(nn.Module):
         # bf16_residual: every block reads and writes the residual stream four times, now in half the bytes
         return x.bfloat16() if self.config.bf16_residual else x
 
-    def head(self, x, targets, reduction):
+    def head(self, x, targets, reduction, at=None, cache=None):
+        if cache:
+            x = x[:, -1:]
+        if at is not None:
+            x = x.flatten(0, 1)[at]  # (N, C)
         x = self.transformer.ln_f(x)
         # fused_cross_entropy: logits exist for 4,096 tokens at a time; one kernel computes their loss and replaces them
         # by their gradient

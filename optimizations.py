@@ -6,7 +6,6 @@ table (`python optimizations.py` prints it). An optimization also has one place 
 in docs/optimizations.md, and a case in tests/test_optimizations.py.
 """
 
-import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -14,7 +13,7 @@ from typing import Literal
 import torch
 
 from common.cli import Note
-from common.device import missing_compiler
+from common.device import missing_compiler, missing_package
 from kernels import cublaslt
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -143,10 +142,6 @@ def bf16_all_reduce(config, distributed):
     if config.parallel == "ddp" and distributed.device.type != "cuda":
         return f"it needs NCCL, not {distributed.device.type}"
     return several_ranks(config, distributed)
-
-
-def missing_package(module, package):
-    return None if importlib.util.find_spec(module) else f"it needs a package: pip install {package}"
 
 
 # ----------------------------------------------------------------------------------------------------------------------

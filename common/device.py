@@ -1,5 +1,6 @@
-"""The device: which one "auto" means, what torch.compile needs on it, deterministic kernels."""
+"""The device: which one "auto" means, what torch.compile and packages need on it, deterministic kernels."""
 
+import importlib.util
 import os
 import shutil
 import sysconfig
@@ -27,6 +28,11 @@ def missing_compiler(device):
     )  # Debian's headers, as Triton finds them
     headers = Path(sysconfig.get_path("include", scheme), "Python.h")
     return None if headers.exists() else "Python's headers (python3-dev)"
+
+
+def missing_package(module, package):
+    """Why a module cannot be imported, or None."""
+    return None if importlib.util.find_spec(module) else f"it needs a package: pip install {package}"
 
 
 def be_deterministic():

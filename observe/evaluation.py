@@ -72,9 +72,14 @@ def bits_per_byte(loss, stream, config):
     """
     if missing_tokenizer():
         return None
-    targets = stream.read(1, validation_sequences(stream, config) * config.seq_len)
-    size = max(1, int(token_bytes()[targets].sum()))  # a shard of <|endoftext|> alone has no byte
-    return loss * len(targets) / size / math.log(2)
+    tokens = validation_sequences(stream, config) * config.seq_len
+    return loss * tokens / bytes_of_text(stream, tokens) / math.log(2)
+
+
+@functools.cache
+def bytes_of_text(stream, tokens):
+    """Bytes of a validation's targets; at least 1, which a shard of <|endoftext|> alone does not have."""
+    return max(1, int(token_bytes()[stream.read(1, tokens)].sum()))
 
 
 @functools.cache

@@ -63,7 +63,7 @@ def describe(cell):
 def about(facts, axes=()):
     """One line on model, hardware and PyTorch version; facts: a run's config.json. axes: flags that a sweep changes."""
     sizes = "GPT-2" if MODEL_FLAGS & set(axes) else f"GPT-2 of {facts['n_layer']} layers, {facts['n_embd']} wide"
-    ranks = 1 if "gpus" in axes else facts.get("world_size", 1)
+    ranks = 1 if "gpus" in axes else facts["world_size"]
     devices = f"{ranks} × {facts['hardware']}" if ranks > 1 else facts["hardware"]
     return f"{sizes}; {devices}, PyTorch {facts['torch']}"
 
@@ -279,7 +279,7 @@ def kernels(results, bandwidth, path):
             ax.text(rate, position, f" {rate:.4g}   {ms:.3g} ms", va="center", fontsize=8, color=INK)
         if bandwidth:
             ax.axvline(bandwidth / 1e9, color=MUTED, linewidth=1, linestyle="--")
-        ax.set_xlim(0, 1.5 * max(rates) if not bandwidth else max(1.2 * bandwidth / 1e9, 1.5 * max(rates)))
+        ax.set_xlim(0, max(1.5 * max(rates), 1.2 * (bandwidth or 0) / 1e9))
         ax.set_yticks(range(len(rows)), [row["level"] for row in rows])
         ax.invert_yaxis()
         ax.set_title(name, loc="left", fontsize=10, color=MUTED)

@@ -49,7 +49,7 @@ def watch(folder, distributed):
 
 
 def watch_collectives(folder, rank, world_size, store, done):
-    """Report a hang when collectives stop beginning here, or when another rank alerts. Returns when done is set."""
+    """Report a hang when collectives of all ranks stop beginning here, or another rank alerts. Returns when done."""
     number, since = None, time.monotonic()
     while not done.wait(min(10, LIMIT / 20)):
         begun = dist.group.WORLD._get_sequence_number_for_group()

@@ -41,7 +41,12 @@ def peak_tflops(device):
 
 def peak_tflops_of(name):
     """As peak_tflops, of a device's name."""
-    return next((peak for part, peak in PEAK_TFLOPS.items() if re.search(rf"\b{part}\b", name)), None)
+    return next((peak for part, peak in PEAK_TFLOPS.items() if is_named(part, name)), None)
+
+
+def is_named(part, name):
+    """Whether a device's name has this part as a whole word."""
+    return re.search(rf"\b{part}\b", name)
 
 
 def flops_per_token(model, seq_len):

@@ -11,7 +11,6 @@ has fewer GB/s. docs/kernels.md says what to learn from the figures.
 
 import common.interrupt  # first: Ctrl-C during the other imports
 
-import importlib.util
 import math
 from dataclasses import dataclass
 from functools import partial
@@ -22,7 +21,7 @@ import torch.nn.functional as F
 from tqdm import tqdm
 
 from common.cli import UserError, first_line, is_out_of_memory, parse, run
-from common.device import missing_compiler
+from common.device import missing_compiler, missing_package
 from observe import figures
 from observe.hardware import environment
 from observe.measure import OUT_OF_MEMORY, prepare, save
@@ -145,12 +144,10 @@ def liger_layer_norm(x, weight, bias):
     return liger_layer_norm(x, weight, bias, EPSILON)
 
 
-def compiled(function, mode=None):
-    torch.compiler.reset()  # another mode compiles the same function again
-    return torch.compile(function, mode=mode, dynamic=False)
+# Mode of torch.compile; without CUDA graphs, which save launches: here one kernel takes longer than its launch
+MODES = {"compiled": None, "max-autotune": "max-autotune-no-cudagraphs"}
 
-
-# kernel: {level: its function}; "compiled" and "max-autotune" compile the library's, which model.py calls
+# kernel: {level: its function}; the levels of MODES compile the library's, which model.py calls
 LEVELS = dict(
     cross_entropy=dict(
         eager=cross_entropy, library=library_cross_entropy, triton=triton_cross_entropy, liger=liger_cross_entropy
@@ -159,30 +156,26 @@ LEVELS = dict(
     layer_norm=dict(eager=layer_norm, library=library_layer_norm, liger=liger_layer_norm),
 )
 for levels in LEVELS.values():
-    levels |= {"compiled": levels["library"], "max-autotune": levels["library"]}
+    levels |= dict.fromkeys(MODES, levels["library"])
 
 
 def missing(level, device):
     """What a level lacks on this device, or None."""
-    if level in ("compiled", "max-autotune") and (compiler := missing_compiler(device)):
+    if level in MODES and (compiler := missing_compiler(device)):
         return f"torch.compile needs {compiler}"
     if level in ("max-autotune", "triton", "liger") and device.type != "cuda":
         return f"it is for GPUs, not {device.type}"
     packages = dict(triton=("triton", "triton"), liger=("liger_kernel", "liger-kernel"))
-    module, package = packages.get(level, ("torch", "torch"))
-    return None if importlib.util.find_spec(module) else f"it needs a package: pip install {package}"
+    return missing_package(*packages[level]) if level in packages else None
 
 
 def function_of(kernel, level):
     """The function of a kernel's inputs at a level."""
     function = LEVELS[kernel][level]
-    if level == "compiled":
-        return compiled(function)
-    if (
-        level == "max-autotune"
-    ):  # without CUDA graphs, which save launches: here one kernel takes longer than its launch
-        return compiled(function, "max-autotune-no-cudagraphs")
-    return function
+    if level not in MODES:
+        return function
+    torch.compiler.reset()  # another mode compiles the same function again
+    return torch.compile(function, mode=MODES[level], dynamic=False)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

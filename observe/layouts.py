@@ -1,15 +1,12 @@
 """`ladder.py --plan`: the ways to spread a step over several GPUs, what they take, and the command of the best."""
 
-import re
 import shlex
 from dataclasses import dataclass, replace
-
-import torch
 
 from common.bounds import check_bounds
 from common.cli import UserError
 from config import flags, set_sizes
-from observe.hardware import PEAK_TFLOPS, WITHOUT_BF16, peak_tflops_of
+from observe.hardware import PEAK_TFLOPS, WITHOUT_BF16, is_named, peak_tflops_of
 from observe.tables import align
 from optim.schedules import accumulation_steps
 from parallel import planner
@@ -38,7 +35,7 @@ class Plan:
     memory: float = 80.0
     """Memory of a GPU, in GB."""
     mfu: float = 0.54
-    """MFU of a GPU alone with large micro-batches; 0.52 to 0.58 are measured on H200s."""
+    """MFU of a GPU alone with large micro-batches; 0.52 to 0.57 are measured on H200s for 124M and 1558M."""
     link: float = 300.0
     """GB a second that a GPU sends inside a machine; NVLink between H200s: 300, measured."""
     network: float = 400.0
@@ -54,7 +51,7 @@ def plan(config, given):
     sized = replace(config)
     set_sizes(sized, pretrained=None, resumed=None)
     best = print_layouts(sized, given)
-    print(command(config, flags(replace(config, **best))))
+    print(command(cluster_of(config), flags(replace(config, **best))))
 
 
 def print_layouts(config, given):
@@ -63,9 +60,9 @@ def print_layouts(config, given):
     Returns the flags of the best, {name: value}. Raises UserError if nothing fits.
     """
     cluster, free = cluster_of(config), config.memory * 2**30
-    if any(re.search(rf"\b{name}\b", config.gpu) for name in WITHOUT_BF16):
+    if any(is_named(name, config.gpu) for name in WITHOUT_BF16):
         config = replace(config, autocast="fp16")
-    layouts, refused = planner.find_layouts(config, cluster, torch.device("cuda"), free, given)
+    layouts, refused = planner.find_layouts(config, cluster, free, given)
     best = planner.choose(layouts, free, given)
     shown = planner.alternatives(layouts, free, best)
     machines = cluster.gpus // cluster.gpus_per_machine
@@ -141,12 +138,11 @@ def steps(best, too_large, refused, config):
     )
 
 
-def command(config, arguments):
-    """The command that trains on a Plan's GPUs. arguments: of train_gpt2.py."""
-    machine = min(config.gpus, config.gpus_per_machine)
-    machines = config.gpus // machine
+def command(cluster, arguments):
+    """The command that trains on a Cluster's GPUs. arguments: of train_gpt2.py."""
+    machine, machines = cluster.gpus_per_machine, cluster.gpus // cluster.gpus_per_machine
     launcher = ["torchrun", "--standalone", f"--nproc_per_node={machine}"]
-    if config.gpus == 1:
+    if cluster.gpus == 1:
         launcher = ["python"]
     elif machines > 1:
         launcher = ["torchrun", f"--nnodes={machines}", f"--nproc_per_node={machine}", "--rdzv_backend=c10d"]
@@ -168,6 +164,8 @@ def check(config):
         raise UserError(f"--gpu {config.gpu}: known are {', '.join(PEAK_TFLOPS)}; for others give --peak_tflops")
     if config.fp8 or config.autocast == "off":
         raise UserError("--plan knows the speed of bf16 and fp16: leave out --fp8 and --autocast off")
+    if config.gpus == 1 and config.bf16_gradients:
+        raise UserError("--bf16_gradients is for several GPUs: leave it out")
     if config.init_from != "scratch":
         raise UserError("--plan takes the sizes from --model, --n_layer, --n_head and --n_embd: leave out --init_from")
 

@@ -27,12 +27,12 @@ from observe import figures
 from observe.hardware import environment, flops_per_token, peak_tflops
 from observe.measure import prepare, save
 from observe.tables import align, markdown_table
-from observe.timing import LONGEST, WARM_UP, TimingFlags, time_of
+from observe.timing import LONGEST, WARM_UP, TimingFlags, dtype_of_activations, time_of
 from optim.schedules import accumulation_steps
 from parallel import communication, process_group
 from parallel.communication import BUS_FACTORS
 from parallel.memory import free_memory
-from parallel.rendezvous import read_variable
+from parallel.rendezvous import ranks_of_machine
 
 MODES = ("ddp", "zero2", "zero3")
 ELEMENT = 4  # bytes: float32, as gradients
@@ -78,7 +78,9 @@ def main():
         flags.largest = 2**30 if distributed.device.type == "cuda" else 2**24
     check(flags, distributed)
     free = free_memory(distributed)
-    steps = [plan_step(name, mode, flags, distributed, free) for name in flags.models for mode in MODES]
+    fp16 = dtype_of_activations(distributed.device) == torch.float16  # its loss scale needs ddp
+    modes = ("ddp",) if fp16 else MODES
+    steps = [plan_step(name, mode, flags, distributed, free) for name in flags.models for mode in modes]
     elsewhere = plan_machines(flags, distributed, free)
     folder = distributed.on_main(lambda: prepare(flags.log_dir, flags.run_name, "links", goes_on=False))
     with out_of_memory(f"use a --largest below {flags.largest}"):
@@ -116,7 +118,7 @@ def check(flags, distributed):
 
 
 def machines_at_hand(distributed):
-    return distributed.world_size // read_variable("LOCAL_WORLD_SIZE", range(1, 10**6), "1")
+    return -(-distributed.world_size // ranks_of_machine(distributed.world_size))
 
 
 def peak_flops(flags, device):
@@ -129,7 +131,10 @@ def peak_flops(flags, device):
 
 
 def measure_links(flags, distributed, folder):
-    """A result for each collective and size: bytes, ms, and GB/s (10^9 bytes) by both definitions. A collective."""
+    """Time every collective at every size; all ranks call this.
+
+    Returns a result for each: bytes, ms, and GB/s (10^9 bytes) by both definitions.
+    """
     sizes = [4**i for i in range(5, 20) if 4**i <= flags.largest]
     facts, main = facts_of_links(distributed), distributed.is_main
     results = []

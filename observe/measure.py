@@ -96,8 +96,8 @@ def measure(arguments, folder, name, ranks, steps, bar):
     medians["spread"] = (quartiles[2] - quartiles[0]) / quartiles[1]
     # a row has the energy of the step before
     joules = [row["joules"] for row in rows[SETTLING_STEPS + 1 :] if "joules" in row]
-    step_tokens = rows[-1]["tokens"] - rows[-2]["tokens"]
-    medians["mj_per_token"] = 1000 * statistics.mean(joules) / step_tokens if joules else None
+    mean_tokens = (rows[-2]["tokens"] - rows[SETTLING_STEPS - 1]["tokens"]) / max(1, len(rows) - SETTLING_STEPS - 1)
+    medians["mj_per_token"] = 1000 * statistics.mean(joules) / mean_tokens if joules else None
     memory = next((row["memory_gb"] for row in rows if "memory_gb" in row), None)
     result |= medians | dict(peak_gb=rows[-1]["peak_gb"], memory_gb=memory, loss=rows[-1]["train_loss"], facts=facts)
     write_json(kept, result)
@@ -119,9 +119,9 @@ def explain(output, code, where):
 
 
 def prepare(log_dir, run_name, kind, goes_on=True):
-    """Make the folder for the results. goes_on: an existing one of the same kind may be given, see measure.
+    """Make the folder for the results. Raises UserError if it exists or cannot be made.
 
-    Raises UserError.
+    goes_on: an existing folder of the same kind is taken, and measure() skips the runs that are done in it.
     """
     results = f"{kind}.json"
     if run_name is not None and (folder := folder_of(log_dir, run_name)).exists():

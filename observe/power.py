@@ -4,13 +4,14 @@ A query of the driver may take milliseconds, so a thread asks, and no step waits
 https://docs.nvidia.com/deploy/nvml-api/group__nvmlDeviceQueries.html
 """
 
-import importlib.util
 import math
 import threading
 import time
 from typing import NamedTuple
 
 import torch
+
+from common.device import missing_package
 
 PERIOD = 0.25  # seconds between two samples
 
@@ -37,14 +38,15 @@ class PowerMeter:
             return
         if torch.version.hip:
             self.problem = "NVML is NVIDIA's, and this is an AMD GPU"
-        elif not importlib.util.find_spec("pynvml"):
-            self.problem = "it needs a package: pip install nvidia-ml-py"
+        elif problem := missing_package("pynvml", "nvidia-ml-py"):
+            self.problem = problem
         else:
-            self._start(str(torch.cuda.get_device_properties(device).uuid))
+            self._start(device)
 
-    def _start(self, uuid):
+    def _start(self, device):
         import pynvml
 
+        uuid = torch.cuda.get_device_properties(device).uuid
         try:
             pynvml.nvmlInit()
             # NVML and CUDA number GPUs differently, and CUDA_VISIBLE_DEVICES hides some from CUDA only
@@ -53,9 +55,9 @@ class PowerMeter:
         except pynvml.NVMLError as error:
             self.problem = f"NVML: {error}"
             return
-        threading.Thread(target=self._watch, args=(handle,), daemon=True).start()
+        threading.Thread(target=self._watch, args=(handle, device), daemon=True).start()
 
-    def _watch(self, handle):
+    def _watch(self, handle, device):
         from pynvml import NVMLError
 
         while True:
@@ -64,7 +66,7 @@ class PowerMeter:
                 self.sample = read(handle)
             except NVMLError as error:
                 self.sample = Sample()
-                print(f"power, clock and temperature are no longer logged: NVML: {error}")
+                print(f"{device}: power, clock and temperature are no longer logged: NVML: {error}")
                 return
 
     def joules(self):

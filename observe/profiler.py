@@ -14,6 +14,7 @@ from observe import figures
 from observe.measure import SETTLING_STEPS
 from observe.roofline import gpu_peaks, work
 from optim.schedules import accumulation_steps
+from parallel.process_group import Distributed
 
 IDLE = "idle"
 OUTSIDE_OPERATORS = "Python, compiled"  # on a CPU: time outside operators, such as torch.compile's kernels and Python
@@ -96,7 +97,7 @@ class MemorySnapshot:
     def step(self):
         self._done += 1
         if self._done == SETTLING_STEPS:
-            torch.cuda.memory._record_memory_history(stacks="python")  # C++ stacks take minutes to write
+            torch.cuda.memory._record_memory_history(stacks="python")
         if self._done == SETTLING_STEPS + self.steps:
             torch.cuda.memory._dump_snapshot(str(self.path))
             torch.cuda.memory._record_memory_history(enabled=None)
@@ -115,11 +116,10 @@ def report(profile, config, model_config, log, first):
         title = "time by kind of operation"
         total, seconds = cpu_seconds(profile)
     peaks = None
-    size = config.tensor * config.context * config.pipeline  # ranks that share micro-batches
+    data_size = Distributed(0, world_size, log.device, config.tensor, config.context, config.pipeline).data_size
     # work() counts whole layers and sequences, and fused operations in 16 bits
-    if config.compile and config.autocast != "off" and not config.fp8 and size == 1:
+    if config.compile and config.autocast != "off" and not config.fp8 and data_size == world_size:
         peaks = gpu_peaks(log.device, log.peak_flops and log.peak_flops / world_size)
-    data_size = world_size // size
     micro_steps = sum(accumulation_steps(first + i, config, data_size) for i in range(steps)) / steps
     work_per_step = work(model_config, config.seq_len, micro_steps * config.micro_batch_size * config.seq_len)
     table = make_table(seconds, total, steps, peaks, work_per_step)

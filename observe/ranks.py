@@ -36,10 +36,11 @@ class RankReport(NamedTuple):
 
 
 class RankMonitor:
-    """Measures this rank's steps, and passes the reports on to all ranks.
+    """Measures this rank's steps, the memory of one of them, and passes the reports on to all ranks.
 
-    Own times are DDP's alone: sharded and tensor-parallel models have a collective in every layer, which makes all
-    ranks as slow as the slowest. Those of the first two steps are not measured.
+    Own times are DDP's alone: models that are sharded or split by --tensor, --context or --pipeline have collectives
+    inside forward and backward, which make all ranks as slow as the slowest. Those of the first two steps are not
+    measured.
     """
 
     def __init__(self, model, train_forward, optimizer, config, distributed):
@@ -50,7 +51,7 @@ class RankMonitor:
         self._steps = 0
         self._last_gradient = None
         self._report = RankReport()  # of this rank's last complete step
-        if isinstance(train_forward, DistributedDataParallel):
+        if isinstance(train_forward, DistributedDataParallel) and config.context == 1:
             # backward ends with the embeddings. DDP reduces gradients on another stream, for which this one waits only
             # after the last gradient, so an overlapping all-reduce does not count.
             for embedding in (model.transformer.wte, model.transformer.wpe):
@@ -104,8 +105,8 @@ class RankMonitor:
 
 
 def energy(reports):
-    """Joules of one step over all ranks; NaN if a rank's are not known, or there are no reports."""
-    return sum(report.joules for report in reports) if reports else math.nan
+    """Joules of one step over all ranks; NaN if a rank's are not known."""
+    return sum(report.joules for report in reports)
 
 
 def behind(times):

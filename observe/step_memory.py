@@ -41,7 +41,7 @@ class StepMemory:
         self._step += 1
         if self._recording:
             self._held = self._count_held(torch.cuda.memory_allocated())
-            torch.cuda.memory._record_memory_history(context=None, stacks="python")  # no stacks: C++'s take seconds
+            torch.cuda.memory._record_memory_history(context=None, stacks="python")  # without stacks
 
     def end_backward(self):
         """Call this between backward and the update."""
@@ -79,12 +79,15 @@ class StepMemory:
         return {memory.data_ptr(): memory.nbytes() for memory in memories}
 
     def _is_logits(self, size):
-        """Whether a block of `size` bytes is a matrix of (tokens, vocabulary) in 2 or 4 bytes a number."""
+        """Whether a block of `size` bytes is a matrix of (tokens, vocabulary), of 1 (fp8_head), 2 or 4 bytes."""
         config, columns = self._config, self._model.config.vocab_size // self._config.tensor
         rows = config.micro_batch_size * config.seq_len // config.context
-        if config.fused_cross_entropy:
+        if config.fp8_head:
+            rows = min(rows, LOGIT_ROWS)  # its chunks are full, but for the last
+        elif config.fused_cross_entropy:
             rows = -(-rows // -(-rows // LOGIT_ROWS))  # its chunks have equal numbers of rows
-        return any(columns <= size / (rows * width) <= columns + ALIGNMENT for width in (2, 4))
+        widths = (1, 2, 4) if config.fp8_head else (2, 4)
+        return any(columns <= size / (rows * width) <= columns + ALIGNMENT for width in widths)
 
 
 def read_history():
@@ -133,7 +136,7 @@ def live_blocks(events):
     return blocks
 
 
-def describe_memory(peak_gb, parts=None):
+def describe_memory(peak_gb, parts):
     """One line: the peak memory of a process in GB, and the parts of a step's peak, if they are known.
 
     Evaluations or compilation may need more than a step: the step's own peak is then named too.

@@ -104,7 +104,7 @@ def sooner(results, baseline):
     """
     first = results[0]
     if first["tokens"] is None:
-        return f"{first['rung']} does not reach it."
+        return f"{first['rung']} does not reach the target."
     best = min((r for r in results if r.get("seconds")), key=lambda r: r["seconds"])
     if baseline["status"] != "done":
         return f"The other ladder's baseline does not run here: {baseline['reason']}."

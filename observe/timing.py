@@ -1,4 +1,4 @@
-"""Milliseconds of a function, and of forward and backward, by the device's clock, and the flags of commands that time."""
+"""Milliseconds of a function, and of forward and backward, by the device's clock; the flags of commands that time."""
 
 import statistics
 import time
@@ -61,11 +61,11 @@ def forward_and_backward(device, function, leaves, repeats):
     """{forward_ms, backward_ms, peak_gb} of a function without arguments: medians, and peak_gb on a GPU, else None.
 
     leaves: the tensors whose gradients backward computes. A result that needs no gradient has no backward, which then
-    takes 0 ms. peak_gb: GB (2**30) at the peak beyond those held before. On a GPU each run begins with an L2 cache that
-    holds none of its inputs.
+    takes 0 ms. peak_gb: GB (2**30) at the peak beyond those held before. On a GPU forward and backward each begin with
+    an L2 cache that holds none of their inputs.
     """
     gpu = device.type == "cuda"
-    cache = torch.empty(FLUSH_BYTES, dtype=torch.int8, device=device) if gpu else None
+    flush = torch.empty(FLUSH_BYTES, dtype=torch.int8, device=device).zero_ if gpu else lambda: None
     forward, backward = [], []
     if gpu:
         torch.cuda.reset_peak_memory_stats(device)
@@ -77,17 +77,13 @@ def forward_and_backward(device, function, leaves, repeats):
             break
         for leaf in leaves:
             leaf.grad = None
-        if gpu:
-            cache.zero_()
-        ms, y = time_of(device, function)
+        ms, y = time_of(device, function, flush)
         forward.append(ms)
         if not y.requires_grad:
             backward.append(0.0)
             continue
         gradient = torch.ones_like(y) if y.dim() == 0 else torch.randn_like(y)
-        if gpu:
-            cache.zero_()
-        ms, _ = time_of(device, partial(y.backward, gradient))
+        ms, _ = time_of(device, partial(y.backward, gradient), flush)
         backward.append(ms)
         del y, gradient
     times = dict(

@@ -10,15 +10,10 @@ from typing import NamedTuple
 import numpy as np
 
 from parallel.fsdp import is_sharded, units_of
+from parallel.step_time import BACKWARD_SHARE, SLOWEST, SPLIT_GRAPH_SECONDS, STEP_SECONDS
 
 # DDP's defaults: a bucket is all-reduced when its gradients have this many bytes
 FIRST_BUCKET_BYTES, BUCKET_BYTES = 2**20, 25 * 2**20
-
-# Of GPT-2 124M's steps on four H200s; docs/benchmarks.md has the measurements
-SLOWEST_GPU = 1.015  # all ranks compute as long as the slowest
-REST_OF_STEP_MS = 2.0  # the update and what surrounds it, for 124M parameters
-SPLITS_MS = 5.0  # what the splits of a compiled graph cost with --overlap_gradients
-BACKWARD_SHARE = 2 / 3  # of a micro-batch's time: what --overlap_gradients can hide averaging behind
 
 
 class Collective(NamedTuple):
@@ -47,15 +42,15 @@ def collectives_of_step(model, config, micro_steps):
         buckets = bucket_bytes([4 * p.numel() for p in model.parameters()])
         return [Collective("all-reduce", size * gradient_bytes // 4, 1) for size in buckets]
     weight_bytes = 2 if config.autocast == "bf16" else 4
-    blocks = units_of(list(model.transformer.h), model.config)
-    units = [sum(p.numel() for block in unit for p in block.parameters()) for unit in blocks]
-    root = sum(p.numel() for p in model.parameters()) - sum(units)
+    units = units_of(list(model.transformer.h), model.config)
+    sizes = [sum(p.numel() for block in unit for p in block.parameters()) for unit in units]
+    root = sum(p.numel() for p in model.parameters()) - sum(sizes)
     # zero2 gathers once a step; zero3 once in each forward, and all but the root again in each backward
     gathers = 1 if config.parallel == "zero2" else micro_steps
     again = 1 if config.parallel == "zero2" else 2
     result = [Collective("all-gather", root * weight_bytes, gathers)]
-    result += [Collective("all-gather", size * weight_bytes, gathers * again) for size in units]
-    return result + [Collective("reduce-scatter", size * gradient_bytes, micro_steps) for size in (root, *units)]
+    result += [Collective("all-gather", size * weight_bytes, gathers * again) for size in sizes]
+    return result + [Collective("reduce-scatter", size * gradient_bytes, micro_steps) for size in (root, *sizes)]
 
 
 def bucket_bytes(sizes):
@@ -94,7 +89,7 @@ def ms_of_collective(points, size):
 # Estimates for ddp on machines that are not at hand
 
 
-def averaging_ms(gradient_bytes, ranks, bus, machines=1, network=None):
+def averaging_ms(gradient_bytes, ranks, bus, machines, network):
     """Milliseconds to average gradients over machines of `ranks` GPUs each: first in each machine, then between them.
 
     bus: bus bandwidth of an all-reduce in a machine. network: bandwidth of a machine's network in one direction. Both
@@ -111,17 +106,17 @@ def wait_for_averaging(averaging, micro_batch):
     """(ms, overlap): how long a ddp step waits for its gradients' averaging, and whether --overlap_gradients is faster.
 
     averaging: ms to average. micro_batch: ms of forward and backward of one micro-batch. With --overlap_gradients the
-    last micro-batch's backward hides averaging, and the splits of the graph take SPLITS_MS.
+    last micro-batch's backward hides averaging, and the splits of the graph take SPLIT_GRAPH_SECONDS.
     """
-    overlapped = max(0.0, averaging - BACKWARD_SHARE * micro_batch) + SPLITS_MS
+    overlapped = max(0.0, averaging - BACKWARD_SHARE * micro_batch) + 1e3 * SPLIT_GRAPH_SECONDS
     return (overlapped, True) if overlapped < averaging else (averaging, False)
 
 
 def ddp_step_ms(micro_batch, micro_steps, wait, parameters):
     """Milliseconds of a ddp step. micro_batch: ms of forward and backward of one micro-batch; wait: ms."""
-    return SLOWEST_GPU * micro_batch * micro_steps + rest_of_step_ms(parameters) + wait
+    return SLOWEST * micro_batch * micro_steps + rest_of_step_ms(parameters) + wait
 
 
 def rest_of_step_ms(parameters):
     """Milliseconds of the update and the rest of a step: AdamW's traffic is proportional to the parameters."""
-    return REST_OF_STEP_MS * parameters / 124e6
+    return 1e3 * STEP_SECONDS * parameters / 124e6

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from common.cli import Note, UserError
 from parallel import context, tensor
-from parallel.rendezvous import read_variable
+from parallel.rendezvous import ranks_of_machine
 
 # Minimum number of parameters in one all-gather. With smaller all-gathers Python takes longer to launch a block than
 # the GPU to compute it. GPT-2 124M with zero3 on two H200s: gathering four blocks together is 1.02 x as fast, 1.05 x
@@ -32,8 +32,7 @@ def is_sharded(config):
 
 def shard_group_size(config, distributed):
     """Number of ranks that FSDP divides one copy of the weights among, after --tensor has divided the layers."""
-    machine = read_variable("LOCAL_WORLD_SIZE", range(1, 10**6), "1")
-    hsdp = config.shard_ranks or max(1, machine // config.tensor)
+    hsdp = config.shard_ranks or max(1, ranks_of_machine() // config.tensor)
     return {"ddp": 1, "hsdp": hsdp}.get(config.parallel, distributed.data_context_size)
 
 

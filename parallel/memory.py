@@ -9,7 +9,7 @@ from data.tokenizer import VOCAB_SIZE
 from optim.optimizer import state_bytes
 from optim.schedules import accumulation_steps
 from parallel.fsdp import blocks_together, is_sharded, shard_group_size
-from parallel.pipeline import blocks_in_flight, blocks_of_stages
+from parallel.pipeline import blocks_in_flight, blocks_of_ranks
 
 LARGEST_MICRO_BATCH = 64  # sequences; more gains 1% for twice the memory
 USABLE = 0.85  # of free memory, while activations come and go; the rest is for fragments, cuBLAS and NCCL
@@ -71,7 +71,7 @@ def choose_micro_batch_size(config, distributed, free):
         reason = f"the largest up to {LARGEST_MICRO_BATCH} that divides the batch and fits {memory}"
         if not sizes:
             reason = f"the smallest, though it may not fit {memory}"
-    if config.pipeline > 1:
+    if config.pipeline > 1 and config.total_batch_size >= 4 * config.pipeline * share:
         reason += f", as long as --pipeline {config.pipeline} has {4 * config.pipeline} micro-batches"
     return max(sizes, default=1), reason
 
@@ -135,8 +135,7 @@ def step_memory(config, distributed):
         activations += buffers / distributed.data_size
     if config.fused_cross_entropy:
         # LOGIT_ROWS rows of logits, the embedding table in their dtype, and its float32 gradient
-        width = 2 if config.autocast != "off" else 4
-        logits += VOCAB_SIZE * (width * (LOGIT_ROWS + config.n_embd) + 4 * config.n_embd)
+        logits += VOCAB_SIZE * (compute_bytes(config) * (LOGIT_ROWS + config.n_embd) + 4 * config.n_embd)
     in_backward = peak = weights + gradients + states + activations + logits
     accumulates = accumulation_steps(config.batch_warmup_steps, config, distributed.data_size) > 1
     if not accumulates and (is_sharded(config) or distributed.world_size == 1):
@@ -150,9 +149,12 @@ def step_memory(config, distributed):
 
 def params_of_rank(config):
     """Parameters that --tensor and --pipeline leave a rank, the most of all ranks, before sharding."""
-    stages = blocks_of_stages(config)
-    blocks = max(sum(stages[rank :: config.pipeline]) for rank in range(config.pipeline))
-    return params_of_embeddings(config) + blocks * params_of_block(config)
+    return params_of_embeddings(config) + max(blocks_of_ranks(config)) * params_of_block(config)
+
+
+def compute_bytes(config):
+    """Bytes of a number in GEMMs and attention."""
+    return 4 if config.autocast == "off" else 2
 
 
 def params_of_embeddings(config):
@@ -167,7 +169,7 @@ def bytes_of_weights(config, distributed):
     """Bytes a rank holds for (weights, gradients): float32 master weights and compute weights; accumulated gradients
     and those being reduced."""
     params, embeddings = params_of_rank(config), params_of_embeddings(config)
-    width = 4 if config.autocast == "off" else 2
+    width = compute_bytes(config)
     if not is_sharded(config):
         # bf16 weights beside the float32 ones, which autocast casts
         return (4 + 2) * params, 4 * params
@@ -187,7 +189,7 @@ def bytes_per_token(config):
     half = config.autocast != "off"
     layer, head, score = PEAK_BYTES[config.compile, half]
     layer = config.n_embd * layer + (0 if config.flash else config.n_head * config.seq_len * score)
-    head, width = head / config.tensor, 2 if half else 4
+    head, width = head / config.tensor, compute_bytes(config)
     if config.tensor > 1:  # each rank has a part of everything but the inputs of c_attn and c_fc
         layer = layer / config.tensor + 2 * width * config.n_embd
     if config.context > 1:  # c_proj reads a copy of attention's output, that of the second all-to-all

@@ -93,10 +93,20 @@ def blocks_of_stages(config, vocab_size=VOCAB_SIZE):
     return [before + (stage >= others - more) for stage in range(others)] + [last]
 
 
+def blocks_of_ranks(config):
+    """Number of blocks that each rank of a pipeline has."""
+    stages = blocks_of_stages(config)
+    return [sum(stages[rank :: config.pipeline]) for rank in range(config.pipeline)]
+
+
 def blocks_in_flight(config):
-    """Blocks whose activations a rank keeps, once for each micro-batch in flight: the most of all ranks, with 1F1B."""
-    stages, size = blocks_of_stages(config), config.pipeline
-    return max(sum(stages[rank::size]) * (size - rank) for rank in range(size))
+    """Blocks whose activations a rank keeps, once for each micro-batch in flight: the most of all ranks.
+
+    Interleaved: the warm-up of ScheduleInterleaved1F1B and one more, each with one of the rank's V stages.
+    """
+    N, V = config.pipeline, config.stages_per_rank
+    in_flight = [N - rank if V == 1 else ((V - 1) * N + 2 * (N - 1 - rank) + 1) / V for rank in range(N)]
+    return max(blocks * micro_batches for blocks, micro_batches in zip(blocks_of_ranks(config), in_flight))
 
 
 def bubble(config, distributed):
@@ -155,13 +165,7 @@ class Stage(nn.Module):
         documents = self.find_documents(idx, cache)
         for layer, block in zip(self.layers, self.blocks):
             x = block(x, cache.layers[layer] if cache else None, documents)
-        if not self.last:
-            return x
-        if cache:
-            x = x[:, -1:]
-        if at is not None:
-            x = x.flatten(0, 1)[at]  # (N, C)
-        return self.head(x, targets, reduction)
+        return self.head(x, targets, reduction, at, cache) if self.last else x
 
 
 class Pipeline(GPT):
@@ -174,6 +178,7 @@ class Pipeline(GPT):
         """sizes: GPTConfig. flags: a resolved Config. autocast: the context of every forward."""
         super().__init__(sizes)
         self.flags, self.distributed, self.autocast = flags, distributed, autocast
+        self.params_of_stages = super().num_params()
         self.schedule = None
 
     def form_stages(self, mesh):
@@ -202,17 +207,15 @@ class Pipeline(GPT):
         dist.all_reduce(torch.zeros((), device=self.distributed.device), group=self.group)
         return {stage: stage.blocks for stage in self.stages}
 
-    def whole(self):
-        """The whole GPT, on the device "meta"."""
-        with torch.device("meta"):
-            return GPT(self.config)
-
     def num_params(self):
-        return self.whole().num_params()
+        """As GPT's: of all stages."""
+        return self.params_of_stages
 
     def init_weights(self, fill=torch.Tensor.copy_):
         """As GPT's: every rank draws all weights, one after the other, and keeps its own."""
-        whole, own = self.whole(), dict(self.named_parameters())
+        with torch.device("meta"):
+            whole = GPT(self.config)
+        own = dict(self.named_parameters())
         targets = {parameter: own.get(name) for name, parameter in whole.named_parameters()}
 
         def fill_own(parameter, weight):
@@ -305,11 +308,11 @@ def clip_gradients(model, max_norm):
     stages, counted = isinstance(model, Pipeline), dict(model.named_parameters())
     if stages and model.has_head:  # the first stage counts the table
         del counted["transformer.wte.weight"]
-    norm = get_total_norm([parameter.grad for parameter in counted.values()])
+    norm = fsdp.full_tensor(get_total_norm([parameter.grad for parameter in counted.values()]))
     if stages:
-        norm = fsdp.full_tensor(norm) ** 2
+        norm = norm**2
         dist.all_reduce(norm, group=model.group)
         norm = norm.sqrt()
     if max_norm:
         clip_grads_with_norm_(model.parameters(), max_norm, norm)
-    return fsdp.full_tensor(norm)
+    return norm

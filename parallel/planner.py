@@ -6,6 +6,8 @@ The order is that of Hugging Face's Ultra-Scale Playbook (2025): fit one step, r
 import itertools
 from dataclasses import dataclass, replace
 
+import torch
+
 from common.cli import UserError
 from parallel import fsdp, pipeline
 from parallel.memory import StepMemory, check_micro_batch_size, choose_micro_batch_size, step_memory
@@ -42,13 +44,14 @@ class Layout:
         return len(self.splits), PARALLEL.index(c.parallel), CHECKPOINTING.index(c.activation_checkpointing)
 
 
-def find_layouts(config, cluster, device, free, given):
+def find_layouts(config, cluster, free, given):
     """(all Layouts that the flags allow, the fastest first; {mode: why it is refused} of modes without splits).
 
-    Micro-batches are the largest that fit. config: a Config with its sizes. device: a CUDA device, which need not
-    exist. free: bytes of a GPU's memory. given: names of the flags in CHOSEN that keep config's value.
+    Micro-batches are the largest that fit. config: a Config with its sizes. free: bytes of a GPU's memory. given:
+    names of the flags in CHOSEN that keep config's value.
     Raises UserError, that of the simplest layout, if no layout is allowed.
     """
+    device = torch.device("cuda")  # which need not exist
     divisors = [n for n in range(1, cluster.gpus + 1) if cluster.gpus % n == 0]
     in_machine = [n for n in divisors if cluster.gpus_per_machine % n == 0]
     values = dict(parallel=PARALLEL, tensor=in_machine, context=in_machine, pipeline=divisors)
@@ -76,10 +79,16 @@ def prepare(config, distributed, cluster, free, given):
 
     Raises UserError for flags that a run refuses.
     """
-    machine = cluster.gpus_per_machine // config.tensor
+    if config.shard_ranks and config.parallel != "hsdp":
+        raise UserError("--shard_ranks is for --parallel hsdp")
+    if config.overlap_gradients and (fsdp.is_sharded(config) or distributed.world_size == 1 or not config.compile):
+        raise UserError(
+            "--overlap_gradients needs --compile, --parallel ddp without --tensor and --pipeline, and ranks"
+        )
     if config.parallel == "hsdp":
-        config.shard_ranks = config.shard_ranks or max(1, machine)
+        config.shard_ranks = config.shard_ranks or max(1, cluster.gpus_per_machine // config.tensor)
     config.fused_cross_entropy &= config.tensor == 1
+    config.bf16_residual &= config.autocast == "bf16"
     pipeline.check_flags(config, distributed)
     fsdp.check_flags(config, distributed, [])
     ranks = distributed.data_context_size

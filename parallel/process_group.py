@@ -25,7 +25,7 @@ class Distributed:
     device: torch.device
     tensor: int = 1  # adjacent ranks that split every layer
     context: int = 1  # adjacent ranks, or groups of `tensor` ranks, that split every sequence of training
-    pipeline: int = 1  # groups of adjacent ranks with different blocks, which share their micro-batches one by one
+    pipeline: int = 1  # stages: groups of adjacent ranks, each with its own blocks, through which a micro-batch passes
 
     @property
     def data_size(self):

@@ -32,6 +32,11 @@ def launched():
     return rank, world_size, local_rank
 
 
+def ranks_of_machine(default=1):
+    """Ranks on this machine, as torchrun says; without torchrun the default."""
+    return read_variable("LOCAL_WORLD_SIZE", range(1, 10**6), str(default))
+
+
 def read_variable(name, allowed, default="not set"):
     """An environment variable as an int. Raises UserError if it is not in the range `allowed`."""
     text = os.environ.get(name, default)

@@ -33,17 +33,18 @@ from dataclasses import dataclass
 from data.tokenizer import VOCAB_SIZE
 from optim.schedules import accumulation_steps
 from parallel.fsdp import is_sharded, shard_group_size
-from parallel.memory import params_of_embeddings, params_of_rank
-from parallel.pipeline import blocks_of_stages
+from parallel.memory import compute_bytes, count_params, params_of_embeddings, params_of_rank
+from parallel.pipeline import blocks_of_ranks
 
 # Measured with GPT-2 124M and 1558M on H200s: docs/benchmarks.md, docs/scaling.md
 LAYER_SECONDS = 0.3e-3  # of a block in each micro-batch, however small: 108.6, 56.4 and 30 ms for 64, 32 and 16 x 1024
 STEP_SECONDS = 2e-3  # the update, and the rest of a step
 SLOWEST = 1.015  # several GPUs wait for the slowest
-SHARDED = dict(ddp=1.03, zero2=1.03, zero3=1.05, hsdp=1.05)  # FSDP's computation, against DDP's
+SHARDED = dict(ddp=1.03, zero2=1.03, zero3=1.05, hsdp=1.05)  # FSDP's computation, against DDP's; hsdp: as zero3
 LATENCY = 20e-6  # of a collective, however small: an assumption
-SPLIT_GRAPH_SECONDS = 5e-3  # what --overlap_gradients costs
-ATTENTION = 0.75  # flash attention computes half of the T x T scores that the formula counts, at 2/3 of GEMMs' rate
+SPLIT_GRAPH_SECONDS = 5e-3  # what the splits of a compiled graph cost with --overlap_gradients
+BACKWARD_SHARE = 2 / 3  # of a micro-batch's time: what --overlap_gradients can hide averaging behind
+ATTENTION = 0.75  # of the formula's FLOPs, which count all T x T scores: fitted to steps with T from 1,024 to 8,192
 RECOMPUTED = dict(off=1, selective=1.07, full=4 / 3)  # FLOPs of a block; selective: equivalent to 5% of a step
 
 
@@ -96,9 +97,9 @@ def gather(size, group, cluster):
     return inside + between + (LATENCY if group.ranks * group.machines > 1 else 0)
 
 
-def flops_of_block(config, attention=1):
-    """FLOPs per token, forward and backward, of a block: its share of 6N + 12·L·C·T (Chowdhery et al. 2022, PaLM)."""
-    return 72 * config.n_embd**2 + attention * 12 * config.n_embd * config.seq_len
+def flops_of_block(config):
+    """FLOPs per token, forward and backward, of a block's GEMMs, and those that attention takes as long as."""
+    return 72 * config.n_embd**2 + ATTENTION * 12 * config.n_embd * config.seq_len
 
 
 def flops_of_head(config):
@@ -109,10 +110,9 @@ def micro_batch_seconds(config, cluster):
     """Computation of one micro-batch, on the rank of a pipeline that has most."""
     tokens = config.micro_batch_size * config.seq_len / (config.context * config.tensor)
     rate = cluster.peak * cluster.mfu
-    block = tokens * flops_of_block(config, ATTENTION) * RECOMPUTED[config.activation_checkpointing] / rate
+    block = tokens * flops_of_block(config) * RECOMPUTED[config.activation_checkpointing] / rate
     head = tokens * flops_of_head(config) / rate
-    stages, size = blocks_of_stages(config), config.pipeline
-    of_ranks = [sum(stages[rank::size]) * (block + LAYER_SECONDS) for rank in range(size)]
+    of_ranks = [blocks * (block + LAYER_SECONDS) for blocks in blocks_of_ranks(config)]
     of_ranks[-1] += head
     return max(of_ranks) * (SHARDED[config.parallel] if is_sharded(config) else 1)
 
@@ -120,10 +120,8 @@ def micro_batch_seconds(config, cluster):
 def split_seconds(config, distributed, cluster):
     """Communication of one micro-batch for --tensor, --context and --pipeline."""
     tensor, context, pipeline = config.tensor, config.context, config.pipeline
-    width = 4 if config.autocast == "off" else 2
-    x = width * config.micro_batch_size * config.seq_len * config.n_embd / context  # bytes
-    stages = blocks_of_stages(config)
-    blocks = max(sum(stages[rank::pipeline]) for rank in range(pipeline))
+    x = compute_bytes(config) * config.micro_batch_size * config.seq_len * config.n_embd / context  # bytes
+    blocks = max(blocks_of_ranks(config))
     # selective keeps the outputs of reduce-scatters and all-to-alls, and repeats all-gathers
     collectives = dict(off=8, selective=10, full=12)[config.activation_checkpointing] * blocks + 4  # 4: embedding, head
     seconds = collectives * gather(x, group_of(tensor, 1, cluster), cluster)
@@ -144,7 +142,7 @@ def averaging_seconds(config, distributed, cluster):
     params, tensor, shards = params_of_rank(config), config.tensor, shard_group_size(config, distributed)
     gradient = 2 if config.bf16_gradients else 4
     group = group_of(shards, tensor, cluster)
-    gathered = gather((4 if config.autocast == "off" else 2) * params, group, cluster)
+    gathered = gather(compute_bytes(config) * params, group, cluster)
     scattered = gather(gradient * params, group, cluster)
     replicas = group_of(distributed.data_context_size // shards, tensor * shards, cluster)
     all_reduced = 2 * gather(gradient * params / shards, replicas, cluster)
@@ -160,8 +158,8 @@ def averaging_seconds(config, distributed, cluster):
 
 
 def flops_per_token(config):
-    """FLOPs of forward and backward per token."""
-    return config.n_layer * flops_of_block(config) + flops_of_head(config)
+    """FLOPs of forward and backward per token, as observe.hardware.flops_per_token without biases and LayerNorms."""
+    return 6 * count_params(config) + 12 * config.n_layer * config.n_embd * config.seq_len
 
 
 def step_time(config, distributed, cluster):
@@ -174,13 +172,13 @@ def step_time(config, distributed, cluster):
     computation = micro_steps * micro_batch + STEP_SECONDS
     if config.overlap_gradients:
         computation += SPLIT_GRAPH_SECONDS
-    waits = 1.0  # share of averaging that no computation can hide
+    waits, hides = 1.0, micro_batch  # share of averaging that no computation can hide; what can hide the rest
     if is_sharded(config) and config.pipeline == 1:
         waits = params_of_embeddings(config) / params_of_rank(config)
     elif config.overlap_gradients:
-        waits = 0.0
+        waits, hides = 0.0, BACKWARD_SHARE * micro_batch
     # a micro-batch hides at most its own time; what comes once a step overlaps with one micro-batch
-    hidden = (micro_steps - 1) * min(micro_batch, (1 - waits) * each) + min(micro_batch, (1 - waits) * (each + once))
+    hidden = (micro_steps - 1) * min(hides, (1 - waits) * each) + min(hides, (1 - waits) * (each + once))
     sent = micro_steps * (split + each) + once
     bubble = (config.pipeline - 1) / config.stages_per_rank * (micro_batch + split)
     return StepTime(computation, bubble, sent - hidden, sent)

@@ -1,7 +1,7 @@
 from observe import figures, tables
 from observe.time_to_loss import Curve
 
-FACTS = dict(n_layer=1, n_embd=8, hardware="a GPU", torch="2")
+FACTS = dict(n_layer=1, n_embd=8, hardware="a GPU", torch="2", world_size=1)
 
 
 def rung(name, rate, spread=0.01):

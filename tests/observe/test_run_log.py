@@ -13,6 +13,7 @@ from checkpoints.run_folder import checkpoints_of, step_of
 from common.cli import UserError
 from config import Config
 from observe import measure, run_log
+from observe.ranks import RankReport
 from observe.run_log import RunLog, duration
 from train_gpt2 import StepResult
 
@@ -24,8 +25,8 @@ def make_log(tmp_path, resumed=None, training=None, **flags):
     return RunLog(config, config, CPU, 2, 1e9, resumed, training)
 
 
-def train_step(log, step, loss=3.0, loss_scale=None, ranks=(), **kwargs):
-    facts = dict(tokens=5000, finite=True, loss_scale=loss_scale, stop=False, seconds=0.5, ranks=ranks)
+def train_step(log, step, loss=3.0, loss_scale=None, **kwargs):
+    facts = dict(tokens=5000, finite=True, loss_scale=loss_scale, stop=False, seconds=0.5, ranks=[RankReport()])
     log.train_step(step, 5000 * (step + 1), StepResult(loss, 2.5, **facts), lr=1e-4, **kwargs)
 
 

@@ -99,7 +99,7 @@ def test_one_line_for_a_person():
         "peak memory 20.40 GB: weights 0.46, optimizer states 0.93, activations 19.00"
     )
     assert describe_memory(25.0, memory).startswith("peak memory 25.00 GB, 20.39 GB in a step: weights 0.46, ")
-    assert describe_memory(1.5) == "peak memory 1.50 GB"
+    assert describe_memory(1.5, None) == "peak memory 1.50 GB"
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -73,4 +73,4 @@ def test_a_loss_of_ones_own_to_compare_at():
     )
     assert table.splitlines()[3] == "| fast | 2.0000 | 250 | 2.00 | 2.00 | 2.5 | 2.00 | 2.00 |"
     assert "loss of 8.0: one seed. At the speed" in table and "slow would take 25.0 s; fast takes 2.5 s" in table
-    assert sooner([summarize("slow", slow, 5.0)], baseline) == "slow does not reach it."
+    assert sooner([summarize("slow", slow, 5.0)], baseline) == "slow does not reach the target."

@@ -1,3 +1,4 @@
+import math
 import subprocess
 
 import pytest
@@ -17,7 +18,7 @@ def make_log(tmp_path, **flags):
     return RunLog(config, config, CPU, 1, 1e9)
 
 
-def train_step(log, step, loss, own_ms=(), memory=None):
+def train_step(log, step, loss, own_ms=(math.nan,), memory=None):
     ranks = [RankReport(ms) for ms in own_ms]
     result = StepResult(loss, 1.0, 100, finite=True, loss_scale=None, stop=False, seconds=0.5, ranks=ranks)
     result.memory = memory

@@ -45,7 +45,7 @@ def estimate(gpus, **flags):
 def plan(gpus, memory=80, given=(), machine=8, network=400e9, **flags):
     """(all Layouts that fit, the chosen one)"""
     of = cluster(gpus, machine, network)
-    layouts, _ = planner.find_layouts(sized(**flags), of, GPU, memory * GB, given)
+    layouts, _ = planner.find_layouts(sized(**flags), of, memory * GB, given)
     best = planner.choose(layouts, memory * GB, given)
     return planner.alternatives(layouts, memory * GB, best), best
 
