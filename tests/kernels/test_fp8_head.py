@@ -3,6 +3,9 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from test_model import SIZES, batch, loss_and_gradients
+
+from model import GPT, GPTConfig
 
 pytest.importorskip("triton", reason="needs Triton")
 from kernels import fp8_head  # noqa: E402
@@ -59,6 +62,19 @@ def test_loss_and_gradients(sharpness, tolerance, monkeypatch):
     assert not leaves[0].grad[[3, 70]].any() and not leaves[1].grad[301:].any()
     for leaf, true in zip(leaves, exact):
         assert (leaf.grad.double() - true.grad).norm() < tolerance * true.grad.norm()
+
+
+def test_a_models_head():
+    """The loss and the gradients of a whole model; only the head is float8."""
+    models = []
+    for fp8_head_on in (False, True):
+        torch.manual_seed(1)
+        models.append(GPT(GPTConfig(**SIZES, fused_cross_entropy=True, fp8_head=fp8_head_on)).to(DEVICE))
+    x, y = (tensor.to(DEVICE) for tensor in batch(B=2))
+    (expected, gradients), (loss, found) = (loss_and_gradients(model, x, y) for model in models)
+    assert loss != expected and loss == pytest.approx(expected, rel=1e-2)
+    for name, gradient in gradients.items():
+        assert (found[name] - gradient).norm() < 0.35 * gradient.norm(), name
 
 
 def test_operator_registration():
