@@ -164,7 +164,7 @@ class SeveralGPUs:
     pipeline: int = 1
     """Divide the blocks into stages for this many groups of ranks, which compute different micro-batches at a time."""
     stages_per_rank: int = 1
-    """With --pipeline: more stages on each rank wait less and send more (interleaved 1F1B)."""
+    """With --pipeline: stages on each rank; more of them make the bubble smaller and send more (interleaved 1F1B)."""
     activation_checkpointing: Literal["off", "full", "selective"] = "off"
     """Recompute a block's activations in backward instead of keeping them: all, or only those that are cheap."""
 

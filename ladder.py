@@ -22,10 +22,10 @@ import torch
 from tqdm import tqdm
 
 from common.bounds import check_bounds
-from common.cli import Note, UserError, given, parse, run
+from common.cli import Note, UserError, given, parse, run, spell_switches
 from common.device import choose_device_type
 from common.peer_flags import HINTS
-from common.sweep_axes import SEVERAL_GPUS, read_axis
+from common.sweep_axes import EVALUATIONS, read_axis
 from config import GROUPS, Config, defaults, flags
 from data.shards import open_shards
 from observe import figures, layouts, time_to_loss
@@ -34,13 +34,15 @@ from observe.measure import OUT_OF_MEMORY, SETTLING_STEPS, measure, prepare, rep
 from observe.tables import COLUMNS, WIDTHS, align, markdown, row, sweep_markdown, uneven_warning, winners
 from optim.recipes import RECIPES
 from optimizations import RUNGS, turn_off_unavailable
+from parallel.fsdp import is_sharded
 from parallel.memory import choose_micro_batch_size
 from parallel.process_group import Distributed
 from parallel.rendezvous import launched
 
 FIRST_MICRO_BATCH = 16  # of the first rungs on a GPU, halved until it fits; an 80 GB A100 can hold it
 LONG_RUN_VAL_TOKENS = 2621440  # at most, in each of some 20 validations
-EVALUATIONS = ("val_every", "hellaswag_every", "sample_every", "checkpoint_every")  # off in a measurement
+# Flags that have an effect on several GPUs only
+SEVERAL_GPUS = {*RUNGS["ddp"].off, "overlap_gradients", "bf16_gradients"}
 
 
 @dataclass
@@ -52,7 +54,7 @@ class Sweep:
     sweep: tuple[str, ...] = ()
     """Axes: flags of train_gpt2.py with their values, such as micro_batch_size=8,16 compile=on,off; also gpus=1,2."""
     gpus: int | None = None
-    """GPUs of --plan, by default 8. GPUs (processes on a CPU) of a sweep's cells: one, or all with an axis for them."""
+    """GPUs that --plan plans for (default 8), or of each cell of a sweep (default one; all with an axis for them)."""
 
 
 @dataclass
@@ -66,7 +68,7 @@ class ToLoss:
     seeds: int = 3
     """Runs of each recipe, with --seed and the numbers after it."""
     target_loss: float | None = None
-    """Loss to compare the recipes at; by default the loss that the first ends with."""
+    """Loss to compare the recipes at; by default the loss that the first recipe ends with."""
 
 
 @dataclass
@@ -81,13 +83,16 @@ class LadderConfig(Sweep, ToLoss, layouts.Plan, Config):
 
 
 def main():
-    is_sweep = any(argument.split("=")[0] == "--sweep" for argument in sys.argv)
-    base = defaults(sys.argv if is_sweep or given(sys.argv).get("plan") else [*sys.argv, "--ladder"])
+    own = given(spell_switches(LadderConfig, sys.argv))
+    is_sweep = "sweep" in own
+    base = defaults(sys.argv if is_sweep or own.get("plan") else [*sys.argv, "--ladder"])
     config = parse(LadderConfig, default=LadderConfig(**vars(base)), hints=HINTS)
     if config.gpus is not None and not (is_sweep or config.plan):
         raise UserError(f"--gpus {config.gpus} is for --sweep and --plan: leave it out")
+    if config.plan and (is_sweep or config.to_loss):
+        raise UserError("--plan estimates and measures nothing: leave out --sweep and --to_loss")
     if config.plan:
-        layouts.plan(config, given(sys.argv))
+        layouts.plan(config, own)
     elif is_sweep:
         sweep(config)
     elif config.to_loss:
@@ -124,8 +129,8 @@ def climb(config):
     """
     if launched()[0]:
         return  # torchrun's rank 0 starts the processes of every rung
-    if config.fp8 and config.parallel != "ddp":
-        raise UserError(f"--fp8 needs --parallel ddp, not {config.parallel}")
+    if config.fp8 and is_sharded(config):
+        raise UserError("--fp8 needs --parallel ddp, without --tensor and --pipeline")
     rungs = choose_rungs(config.rungs, count_devices(config), config)
     check(config)
     folder = prepare(config.log_dir, config.run_name, "ladder")
@@ -338,6 +343,7 @@ def long_run(config, changes):
     off |= dict(ladder=False, rungs="all", val_every=max(1, config.max_steps // 20))
     off |= dict(val_tokens=min(config.val_tokens, LONG_RUN_VAL_TOKENS))
     changed = dataclasses.replace(config, **off, **changes)
+    # a high learning rate needs a long warm-up: docs/benchmarks.md, "Recipes"
     return dataclasses.replace(changed, warmup_steps=min(changed.warmup_steps, int(0.9 * config.max_steps)))
 
 
@@ -354,7 +360,7 @@ def sweep(config):
         raise UserError("a sweep starts the processes of its cells: start it with python, not with torchrun")
     if not config.sweep:
         raise UserError("--sweep needs at least one flag and its values, as micro_batch_size=8,16")
-    axes = dict(read_axis(text, LadderConfig) for text in config.sweep)
+    axes = dict(read_axis(text, Config) for text in config.sweep)
     if len(axes) < len(config.sweep):
         raise UserError("--sweep names a flag twice")
     check(config)

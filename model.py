@@ -42,13 +42,12 @@ class GPTConfig:
     n_embd: int = 768
     flash: bool = True  # F.scaled_dot_product_attention; else attention written out
     pad_vocab: bool = True  # embedding table rounded up to a multiple of pad_to rows
-    pad_to: int = 128  # with --tensor also a multiple of its ranks
+    pad_to: int = 128  # with --tensor a multiple of 128 and of the ranks that split a layer
     bf16_residual: bool = False  # the residual stream in bf16; needs autocast to bf16
     fused_cross_entropy: bool = False  # head and loss by a Triton kernel; needs a GPU
     fused_gelu: bool = False  # GELU in the epilogues of cuBLASLt's GEMMs
     packed_qkv: bool = False  # flash attention through cuDNN's front end; needs autocast
     mask_documents: bool = False  # a token attends within its own document; the last token of the vocabulary opens one
-    fp8: bool = False  # kernels.fp8.convert replaces the blocks' GEMMs
     fp8_head: bool = False  # the head's GEMMs of fused_cross_entropy in float8
 
     def __post_init__(self):

@@ -57,7 +57,7 @@ def fused_update(config, distributed):
 def bf16_gpu(config, distributed):
     if config.autocast != "bf16":
         return "it needs --autocast bf16"
-    if distributed.device.type == "cpu" and config.parallel == "ddp" and not splits_model(distributed):
+    if distributed.device.type == "cpu" and not is_sharded(config, distributed):
         return "with ddp it is for GPUs: a CPU computes LayerNorm and additions faster in float32"
 
 
@@ -113,19 +113,20 @@ def hopper(config, distributed):
         return problem
     if torch.cuda.get_device_capability(distributed.device) < (9, 0):
         return f"{torch.cuda.get_device_name(distributed.device)} is older than Hopper"
-    if config.autocast != "bf16" or config.parallel != "ddp" or splits_model(distributed):
+    if config.autocast != "bf16" or is_sharded(config, distributed):
         return "it needs --autocast bf16 and --parallel ddp, without --tensor and --pipeline"
     return triton(config, distributed)
 
 
 def fp8_and_fused_head(config, distributed):
+    """The rows before have turned these flags off where they are unavailable."""
     if not (config.fp8 and config.fused_cross_entropy and config.pad_vocab):
         return "it needs --fp8, --fused_cross_entropy and --pad_vocab"
-    return hopper(config, distributed)
 
 
-def splits_model(distributed):
-    return distributed.tensor > 1 or distributed.pipeline > 1
+def is_sharded(config, distributed):
+    """As parallel.fsdp.is_sharded, before flags that need several ranks are turned off."""
+    return config.parallel != "ddp" or distributed.model_size > 1
 
 
 def several_ranks(config, distributed):
@@ -134,7 +135,7 @@ def several_ranks(config, distributed):
 
 
 def compiled_ddp(config, distributed):
-    if not config.compile or config.parallel != "ddp" or splits_model(distributed) or distributed.world_size == 1:
+    if not config.compile or is_sharded(config, distributed) or distributed.world_size == 1:
         return "it needs --compile, --parallel ddp without --tensor and --pipeline, and several ranks"
 
 
@@ -269,7 +270,6 @@ OPTIMIZATIONS = (
         "fp8",
         "the blocks' GEMMs in 8 bits, on Hopper and newer",
         needs=hopper,
-        in_model=True,
         changes="rounding",
         saves=("gpt2::fp8_linear", "gpt2::fp8_mlp"),
         default=False,

@@ -127,14 +127,14 @@ def sample_in_training(model, seed, distributed, stop_signal=None):
     """
     texts = None
     if distributed.data_context_rank == 0:
-        if distributed.tensor * distributed.pipeline > 1:
+        if distributed.model_size > 1:
             stop_signal = None  # one rank must not stop alone: the training loop stops after the samples
         try:
             texts = sample(model, PROMPT, count=4, max_new_tokens=24, seed=seed, stop_signal=stop_signal)
         except UserError as error:  # the logits are not finite; max_bad_steps decides when the run stops
             texts = [f"({error})"]
         except Stopped:
-            texts = None
+            pass  # texts stays None, which tells all ranks
     texts = distributed.broadcast(texts)
     if texts is None:
         raise Stopped

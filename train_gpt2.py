@@ -107,8 +107,8 @@ def build(config, distributed, weights=None, sizes=None):
         tokens = config.micro_batch_size * config.seq_len // config.context
         fp8.convert(model, targets=accumulation_steps(0, config, distributed.data_size) * tokens)
     context.split(model, config, distributed)  # each rank has some tokens of every sequence; in attention some heads
-    # compile: fuses chains of element-wise operations into one kernel, and runs no Python between kernels. Each
-    # shape has its own graph (dynamic=False): one each for training and validation, three for HellaSwag.
+    # compile: fuses chains of element-wise operations into one kernel, and runs no Python between kernels. Each shape
+    # has its own graph: one each for training and validation, three for HellaSwag. A Pipeline compiles its stages.
     forward = torch.compile(model, dynamic=False) if config.compile and config.pipeline == 1 else model
     # ddp: each rank has all weights and a share of the batch; the last backward averages gradients over the ranks
     train_forward = wrap_ddp(forward, config, distributed)
@@ -171,7 +171,7 @@ def train_step(trainer, step, next_batch, stop_signal=None):
         from kernels import fp8
 
         fp8.update_scales(trainer.model, micro_steps)
-    loss, norm, stop, *reports = wait()  # waits for the norm, not for the update: the next step is queued behind it
+    loss, norm, stop, *reports = wait()  # waits for the norm alone: the next step is queued behind the update
     scale = scaler.get_scale() if scaler.is_enabled() else None
     # overflow is how GradScaler finds its scale: a norm that is not finite counts only at a scale below 1
     finite = math.isfinite(loss if scale and scale >= 1 else loss + norm)

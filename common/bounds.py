@@ -1,4 +1,4 @@
-"""The range of every flag that is a number."""
+"""The ranges of train_gpt2.py's flags that are numbers."""
 
 from common.cli import UserError
 

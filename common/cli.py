@@ -281,7 +281,7 @@ def out_of_memory(hint):
 
 
 def is_out_of_memory(error):
-    import torch  # takes a second, and fineweb.py's workers do not need it
+    import torch  # slow to import, and fineweb.py's workers do not need it
 
     # the libraries under PyTorch have no exception type of their own
     signs = ("out of memory", "ALLOC_FAILED", "can't allocate memory")

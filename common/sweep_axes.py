@@ -4,27 +4,27 @@ import typing
 
 from common.cli import UserError, read_value
 
+EVALUATIONS = ("val_every", "hellaswag_every", "sample_every", "checkpoint_every")  # off in a measurement
 # Flags that a measurement sets itself, or that have no effect in it
-NOT_SWEPT = """
-    sweep to_loss seeds target_loss
+NOT_SWEPT = (
+    """
     demo ladder config resume rungs ladder_steps max_steps batch_warmup_steps log_dir run_name
     wandb wandb_group wandb_project peak_tflops val_tokens hellaswag_data hellaswag_limit
-    val_every hellaswag_every sample_every checkpoint_every profile memory_snapshot
+    profile memory_snapshot
 """.split()
-# Flags that have an effect on several GPUs only
-SEVERAL_GPUS = {"parallel", "shard_ranks", "tensor", "context", "pipeline", "stages_per_rank"}
-SEVERAL_GPUS |= {"overlap_gradients", "bf16_gradients"}
+    + [*EVALUATIONS]
+)
 
 
 def read_axis(text, config_class):
     """ "micro_batch_size=8,16" as ("micro_batch_size", [8, 16]). Raises UserError for a bad flag or bad values.
 
-    config_class: the dataclass of ladder.py's flags.
+    config_class: Config.
     """
     name, _, values = text.partition("=")
     if name in NOT_SWEPT:
         raise UserError(f"--sweep {text}: a sweep sets or ignores {name}")
-    types = typing.get_type_hints(config_class)
+    types = typing.get_type_hints(config_class) | {"gpus": int}
     if name not in types or not values:
         raise UserError(f"--sweep {text}: it takes a flag of train_gpt2.py, or gpus, and values, as gpus=1,2")
     try:

@@ -1,6 +1,6 @@
 """Training recipes: sets of flags."""
 
-# The defaults with --optimizer muon. docs/benchmarks.md has the runs behind them
+# The defaults with --optimizer muon. docs/benchmarks.md says how they were chosen; this very set was not run
 MUON = dict(
     optimizer="muon",
     lr=3.6e-3,

@@ -6,7 +6,7 @@ from common.cli import Note
 
 
 def check_flags(config, distributed, notes):
-    """Note warm-ups that have no effect."""
+    """Note a batch warm-up without effect, and a learning-rate warm-up that is longer than the run."""
     if config.batch_warmup_steps and accumulation_steps(config.batch_warmup_steps, config, distributed.data_size) == 1:
         reason = "it has no effect, since one micro-batch on each device is the full batch"
         notes.append(Note("batch_warmup_steps", config.batch_warmup_steps, reason))

@@ -32,7 +32,7 @@ def is_sharded(config):
 
 def shard_group_size(config, distributed):
     """Number of ranks that FSDP divides one copy of the weights among, after --tensor has divided the layers."""
-    hsdp = config.shard_ranks or max(1, ranks_of_machine() // config.tensor)
+    hsdp = config.shard_ranks or max(1, ranks_of_machine() // distributed.tensor)
     return {"ddp": 1, "hsdp": hsdp}.get(config.parallel, distributed.data_context_size)
 
 

@@ -28,6 +28,11 @@ class Distributed:
     pipeline: int = 1  # stages: groups of adjacent ranks, each with its own blocks, through which a micro-batch passes
 
     @property
+    def model_size(self):
+        """Number of ranks that one copy of the model is split over."""
+        return self.tensor * self.pipeline
+
+    @property
     def data_size(self):
         """Number of different micro-batches that the ranks compute at a time."""
         return self.data_context_size // self.context
@@ -43,7 +48,7 @@ class Distributed:
 
         Evaluations, which split no sequence, divide their batches among these.
         """
-        return self.world_size // (self.tensor * self.pipeline)
+        return self.world_size // self.model_size
 
     @property
     def data_context_rank(self):
@@ -162,7 +167,8 @@ def start(device_type, tensor=1, context=1, pipeline=1, patience=PATIENCE):
             timeout=timedelta(minutes=30),  # the others wait while rank 0 hashes tens of GB
             device_id=device if backend == "nccl" else None,
         )
-    sizes = (tensor, context, pipeline) if world_size > 1 else ()
+    # numbers below 1 are refused with the other flags
+    sizes = (tensor, context, pipeline) if world_size > 1 and min(tensor, context, pipeline) > 0 else ()
     return Distributed(rank, world_size, device, *sizes)
 
 

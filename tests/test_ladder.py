@@ -198,12 +198,12 @@ def test_a_sweep_finds_the_best_on_each_number_of_ranks(train):
 
 
 def test_axes():
-    assert read_axis("micro_batch_size=8,16", ladder.LadderConfig) == ("micro_batch_size", [8, 16])
-    assert read_axis("compile=on,off", ladder.LadderConfig) == ("compile", [True, False])
-    assert read_axis("lr=1e-3", ladder.LadderConfig) == ("lr", [1e-3])
-    assert read_axis("model=gpt2,gpt2-xl", ladder.LadderConfig) == ("model", ["gpt2", "gpt2-xl"])
-    assert read_axis("gpus=1,2", ladder.LadderConfig) == ("gpus", [1, 2])
-    assert read_axis("parallel=ddp,zero3", ladder.LadderConfig) == ("parallel", ["ddp", "zero3"])
+    assert read_axis("micro_batch_size=8,16", Config) == ("micro_batch_size", [8, 16])
+    assert read_axis("compile=on,off", Config) == ("compile", [True, False])
+    assert read_axis("lr=1e-3", Config) == ("lr", [1e-3])
+    assert read_axis("model=gpt2,gpt2-xl", Config) == ("model", ["gpt2", "gpt2-xl"])
+    assert read_axis("gpus=1,2", Config) == ("gpus", [1, 2])
+    assert read_axis("parallel=ddp,zero3", Config) == ("parallel", ["ddp", "zero3"])
     for text in (
         "batch=1",
         "flash",
@@ -218,7 +218,7 @@ def test_axes():
         "seeds=1,2",
     ):
         with pytest.raises(UserError, match="--sweep " + text):
-            read_axis(text, ladder.LadderConfig)
+            read_axis(text, Config)
 
 
 def test_why_a_run_ended():

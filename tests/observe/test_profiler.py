@@ -126,7 +126,7 @@ def test_the_table_and_the_roofline(tmp_path, capsys):
     assert table["idle"] == dict(ms=2000, share=0.2)
     profiler.print_table(table, 2, 20.0, "GPU time", (100.0, 10.0))
     assert "matrix products     5000.00   50.0%       20.0      0.0      80%" in capsys.readouterr().out
-    facts = dict(n_layer=1, n_embd=8, hardware="a GPU", torch="2")
+    facts = dict(n_layer=1, n_embd=8, hardware="a GPU", torch="2", world_size=1)
     figures.roofline(table, 100.0, 10.0, facts, tmp_path / "roofline.png")
     assert (tmp_path / "roofline.png").read_bytes().startswith(b"\x89PNG")
     assert "of_roof" not in profiler.make_table(seconds, 20.0, 2, None, {"loss": (6, 12)})["loss"]
