@@ -21,7 +21,6 @@ from itertools import accumulate
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from common.cli import UserError
@@ -246,6 +245,8 @@ class Pipeline(GPT):
         return self.size * torch.stack(losses).sum().detach() if self.has_head else torch.zeros((), device=idx.device)
 
     def make_schedule(self, micro_steps):
+        from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B  # slow to import
+
         flags = self.flags
         T = flags.seq_len if flags.seq_len % flags.tensor else flags.seq_len // flags.tensor  # as tensor.split
         with torch.device("meta"):

@@ -3,6 +3,8 @@
 import atexit
 import gc
 
+import matplotlib.backends.backend_agg  # noqa: F401
+import matplotlib.figure  # noqa: F401
 import torch._dynamo  # noqa: F401
 import tyro  # noqa: F401
 

@@ -25,6 +25,7 @@ OFF = {
 PLAIN = replace(
     Config(**OFF), n_layer=2, n_head=2, n_embd=64, seq_len=64, micro_batch_size=2, total_batch_size=256, max_steps=4
 )
+SIZES = GPTConfig(seq_len=64, vocab_size=1000, n_layer=1, n_head=2, n_embd=64)
 HALF = dict(autocast="bf16")
 # {row: (relative tolerance of the losses, the flags that are on, the flags of both sides)}
 CASES = {
@@ -52,19 +53,18 @@ TWO_RANKS = {
     "bf16_gradients": (1e-3, ("--bf16_gradients",), ("--parallel", "zero2")),
 }
 RECIPE = ("adamw", "schedule", "clipping")
-NEEDS_A_GPU = ("tf32", "packed_qkv", "fp8_head")  # fp8_head takes minutes in Triton's interpreter: test_fp8_head.py
+NEEDS_A_GPU = ("tf32", "packed_qkv", "fp8_head")  # in Triton's interpreter fp8_head is slow: test_fp8_head.py has it
 
 
 def losses(**flags):
     """The losses of four steps on fixed tokens."""
-    trainer = build(replace(PLAIN, **flags), ALONE)
+    trainer = build(replace(PLAIN, **flags), ALONE, sizes=SIZES)
     generator = torch.Generator().manual_seed(0)
     config = trainer.config
     found = []
     for step in range(config.max_steps):
-        tokens = torch.randint(
-            50257, (config.total_batch_size // config.seq_len, config.seq_len + 1), generator=generator
-        )
+        shape = config.total_batch_size // config.seq_len, config.seq_len + 1
+        tokens = torch.randint(SIZES.vocab_size - 1, shape, generator=generator)
         parts = iter(tokens.to(DEVICE).split(config.micro_batch_size))
 
         def next_batch(parts=parts):
@@ -92,6 +92,7 @@ def test_on_against_off(name):
 @pytest.mark.parametrize("name", TWO_RANKS)
 def test_on_against_off_on_two_ranks(train, name):
     tolerance, on, both = TWO_RANKS[name]
+    both = (*both, "--n_layer", 1)
     alone = logged(train("off", *both, ranks=1 if name == "ddp" else 2))
     assert logged(train("on", *both, *on, ranks=2)) == pytest.approx(alone, rel=tolerance)
 

@@ -80,7 +80,7 @@ def writing(run):
     return any(not (path / "torn").exists() for path in run.glob("checkpoint_*.unfinished"))
 
 
-KILLS = 6
+KILLS = 4
 MUON = ("--optimizer", "muon")
 
 
