@@ -25,7 +25,7 @@ OFF = {
 PLAIN = replace(
     Config(**OFF), n_layer=2, n_head=2, n_embd=64, seq_len=64, micro_batch_size=2, total_batch_size=256, max_steps=4
 )
-SIZES = GPTConfig(seq_len=64, vocab_size=1000, n_layer=1, n_head=2, n_embd=64)
+SIZES = GPTConfig(seq_len=64, vocab_size=1000, n_layer=2, n_head=2, n_embd=64)
 HALF = dict(autocast="bf16")
 # {row: (relative tolerance of the losses, the flags that are on, the flags of both sides)}
 CASES = {
