@@ -103,7 +103,7 @@ class Speed(Switches):
     TITLE = "precision and speed"
 
     autocast: Literal["bf16", "fp16", "off"] = "bf16"
-    """Mixed precision; fp16 scales its gradients and is for GPUs without bf16."""
+    """Mixed precision; fp16 uses loss scaling and is for GPUs without bf16."""
     device: Literal["auto", "cuda", "cpu", "mps"] = "auto"
     """auto: a GPU if there is one."""
     deterministic: bool = False
@@ -166,7 +166,7 @@ class SeveralGPUs:
     stages_per_rank: int = 1
     """With --pipeline: stages on each rank; more of them make the bubble smaller and send more (interleaved 1F1B)."""
     activation_checkpointing: Literal["off", "full", "selective"] = "off"
-    """Recompute a block's activations in backward instead of keeping them: all, or only those that are cheap."""
+    """Recompute activations in backward: full, all of a block; selective, all but GEMM and attention outputs."""
 
 
 @dataclass
@@ -200,7 +200,7 @@ class Checkpoints:
     keep_checkpoints: int = 3
     """Newest checkpoints to keep, besides the best and the newest whose next step was finite."""
     allow_other_data: bool = False
-    """Continue from a checkpoint at the same token position of other data than it was trained on."""
+    """Resume on other data than the checkpoint's, at the same token position."""
     max_bad_steps: int = 10
     """Stop after this many consecutive steps whose loss or gradient is not finite; each of them is skipped."""
 
@@ -256,10 +256,10 @@ class Config(*reversed(GROUPS)):
 
 
 def defaults(arguments):
-    """A command line's default Config: what --demo, --model tiny and --optimizer muon bring, replaced by the flags of
-    --resume's run, replaced by those of --config.
+    """A command line's default Config: the recipes of --demo, --model tiny and --optimizer muon, overridden by flags of
+    --resume's run, then by --config's.
 
-    With --ladder it is the demo's if there is no GPU and no flag names data, model or device; a tiny model is compiled.
+    --ladder uses --demo's if there is no GPU and no flag names data, model or device; it compiles a tiny model.
     Raises UserError for a file that is not one of flags.
     """
     own, values = given(spell_switches(Config, arguments)), {}
@@ -351,7 +351,7 @@ def set_sizes(config, pretrained, resumed):
             own, size = getattr(pretrained, name), getattr(config, name) or size
             if size not in (None, own):
                 raise UserError(
-                    f"--init_from brings the model's sizes with it: {name} is {own} in {config.init_from}, the flags "
+                    f"--init_from sets the model's sizes: {name} is {own} in {config.init_from}, the flags "
                     f"say {size}; leave out --model, --n_layer, --n_head and --n_embd"
                 )
             setattr(config, name, own)

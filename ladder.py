@@ -54,7 +54,7 @@ class Sweep:
     sweep: tuple[str, ...] = ()
     """Axes: flags of train_gpt2.py with their values, such as micro_batch_size=8,16 compile=on,off; also gpus=1,2."""
     gpus: int | None = None
-    """GPUs that --plan plans for (default 8), or of each cell of a sweep (default one; all with an axis for them)."""
+    """GPUs of --plan (default 8), or of each cell of a sweep (default one; all if an axis needs several)."""
 
 
 @dataclass

@@ -173,7 +173,7 @@ class PastKeysValues:
     def append(self, k, v):
         """Store keys and values, (B, H, T, D) each. Returns (keys, values, mask) to attend to.
 
-        In the first call these are its own, without a mask; later the buffers, with a (T, capacity) bool mask.
+        The first call returns its k and v, and no mask; later calls the buffers and a (T, capacity) bool mask.
         """
         B, H, T, D = k.shape
         first = self.k is None
@@ -245,7 +245,7 @@ class GPT(nn.Module):
         """
         T = idx.size(1)
         if T > self.config.seq_len:
-            raise ValueError(f"{T} tokens, but the model knows {self.config.seq_len} positions")
+            raise ValueError(f"{T} tokens, but the model has {self.config.seq_len} positions")
         x = self.embed(idx, cache.reserve(T) if cache else torch.arange(T, device=idx.device))
         documents = self.find_documents(idx, cache)
         for layer, block in enumerate(self.transformer.h):
@@ -317,7 +317,7 @@ class GPT(nn.Module):
         sizes = read_json(find_file(name, "config.json"))
         for option, value in OPTIONS.items():
             if sizes.get(option, value) != value:
-                raise ValueError(f"{option} is {sizes[option]!r:.99} in config.json, this GPT-2 has {value!r} only")
+                raise ValueError(f"{option} is {sizes[option]!r:.99} in config.json, this GPT-2 needs {value!r}")
         names = dict(
             seq_len="n_positions", vocab_size="vocab_size", n_layer="n_layer", n_head="n_head", n_embd="n_embd"
         )

@@ -173,7 +173,7 @@ def train_step(trainer, step, next_batch, stop_signal=None):
         fp8.update_scales(trainer.model, micro_steps)
     loss, norm, stop, *reports = wait()  # waits for the norm alone: the next step is queued behind the update
     scale = scaler.get_scale() if scaler.is_enabled() else None
-    # overflow is how GradScaler finds its scale: a norm that is not finite counts only at a scale below 1
+    # GradScaler lowers its scale at an overflow: at a scale of 1 or more only the loss must be finite
     finite = math.isfinite(loss if scale and scale >= 1 else loss + norm)
     tokens = micro_steps * config.micro_batch_size * config.seq_len * distributed.data_size
     return StepResult(loss, norm, tokens, finite, scale, stop > 0, *trainer.monitor.end_step(reports))

@@ -144,7 +144,7 @@ def locate(name):
 def verify_weights(name):
     """Raises UserError if a checkpoint's weights do not have the SHA-256 they were written with.
 
-    Weights from elsewhere have none; nor have those of a checkpoint whose training.json cannot be read, which is said.
+    Weights without training.json are not verified. If it cannot be read, a message says so.
     """
     try:
         hashes = unchanged_training(name)["sha256"]

@@ -119,9 +119,10 @@ def open_streams(config):
 class Loader:
     """Gives one rank its micro-batches; a thread reads ahead.
 
-    A step trains on the next tokens of the stream. Micro-batch m of rank r holds the B sequences from
+    A step trains on the next tokens of the stream. Micro-batch m of data-parallel rank r holds the B sequences from
     (m * world_size + r) * B on, so a step has the same tokens for every B and every number of ranks. Consecutive
-    sequences share one token: the last target of one is the first input of the next.
+    sequences share one token: the last target of one is the first input of the next. Ranks that split a model or a
+    sequence (--tensor, --context, --pipeline) have the same r.
     """
 
     PREFETCH = 4  # micro-batches

@@ -90,8 +90,8 @@ summed_cross_entropy.register_autograd(scale_gradients, setup_context=save_gradi
 def cross_entropy_(logits, targets, vocab_size, log_sum_exps=None):
     """The cross-entropies (N,) float32 of logits (N, V_padded), in place: logits become their gradient.
 
-    targets (N,) int64. The gradient of the columns from vocab_size on is 0. log_sum_exps (N,) float32: to be written
-    instead of the gradient; it is infinite in rows without a target.
+    targets (N,) int64. The gradient of the columns from vocab_size on is 0. With log_sum_exps (N,) float32, the kernel
+    writes them, inf in ignored rows, and keeps the logits.
     """
     N, V_padded = logits.shape
     losses = torch.empty(N, dtype=torch.float32, device=logits.device)

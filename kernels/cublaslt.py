@@ -129,7 +129,7 @@ class Plan:
     def proposals(self, device):
         """The algorithms that cuBLASLt's heuristic proposes, best guess first.
 
-        For a GEMM with a bias, appends the proposals for the GEMM without one that can also add it: some are faster.
+        With a bias, also those for the GEMM without a bias that support a bias: some are faster.
         """
         proposed = []
         for epilogue in dict.fromkeys((self.epilogue & ~BIAS or DEFAULT, self.epilogue)):

@@ -38,7 +38,7 @@ def find_documents(idx, end_of_text, with_offsets):
 def find_offsets(first: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """(offsets, count) of Documents. first (B, T) bool: the first token of each document.
 
-    There is room for a document a token: the shapes, and so the compiled graph, are the same for all documents.
+    Sized for one document per token, so that all micro-batches have the same shapes and compiled graph.
     """
     offsets = first.flatten().nonzero_static(size=slots(first.numel()) + 1, fill_value=first.numel())
     return offsets.flatten().int(), first.sum().cpu()
@@ -51,7 +51,7 @@ def _(first):
 
 
 def slots(count):
-    """Sequences for which a kernel is launched: a power of two, of which those after `count` documents are empty.
+    """Number of sequences of a kernel launch: `count` rounded up to a power of two; the extra ones are empty.
 
     A kernel spends time on each sequence, so B·T sequences are too many, and cuDNN builds a plan for each number.
     """

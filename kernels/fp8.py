@@ -22,8 +22,8 @@ Transposes. On Hopper a float8 GEMM reads both inputs along the dimension that i
 over one dimension in forward and over the other one in backward. So each cast writes float8 twice, row-major and
 transposed, in one kernel (kernels/fp8_cast.py).
 
-What stays in bf16 or float32: embedding, head, attention, LayerNorm, the residual stream, the master weights, the
-gradients of the weights, the optimizer state, and evaluation.
+In bf16 or float32 stay the embedding, the head (but for --fp8_head), attention, LayerNorm, the residual stream, the
+master weights, the gradients of the weights, the optimizer state, and evaluation.
 
 Sources: Micikevicius et al. 2022, "FP8 Formats for Deep Learning"; NVIDIA's Transformer Engine for delayed scaling.
 """

@@ -1,9 +1,9 @@
 """The head and its cross-entropy as in kernels/cross_entropy.py, with all three GEMMs in float8.
 
 The gradient of the logits is softmax - one-hot. As a whole it does not survive 8 bits: rounding the target's entry,
-near -1, by up to 6% moves the gradient further than all the other entries together. So the two parts are taken apart.
-Softmax, with entries from 0 to 1, is cast to float8_e4m3fn with the scale 1/448. The one-hot is exact: the gradient of
-x loses the target's row of weight, and the gradient of weight loses the rows of x at their targets.
+near -1, by up to 6% moves the gradient further than all the other entries together. So the operator splits it.
+Softmax, with entries from 0 to 1, is cast to float8_e4m3fn with the scale 1/448. The one-hot is not cast: the target's
+row of weight is subtracted from the gradient of x, and x from the target's row of the gradient of weight.
 
 x and weight are cast once per micro-batch, with scales from their own amax: a pass over either takes 1% of the GEMMs'
 time, so delayed scaling (kernels/fp8.py) would gain nothing here, and the operator has no state.

@@ -1,9 +1,9 @@
 """A hang of several ranks: every rank's stacks and flight recorder in the run's folder, and one line that names the
 rank for which the others wait.
 
-PyTorch's flight recorder keeps each rank's last 2,000 collectives. A thread on every rank looks whether collectives
-still begin. When one rank's have stopped for LIMIT seconds, it alerts all ranks through the store that the process
-group was made with, which works while collectives do not.
+PyTorch's flight recorder keeps each rank's last 2,000 collectives. A thread on every rank watches for new collectives.
+When none starts on its rank for LIMIT seconds, it alerts all ranks through the process group's store, which works
+without collectives.
 https://docs.pytorch.org/tutorials/unstable/flight_recorder_tutorial.html
 """
 
@@ -49,7 +49,7 @@ def watch(folder, distributed):
 
 
 def watch_collectives(folder, rank, world_size, store, done):
-    """Report a hang when collectives of all ranks stop beginning here, or another rank alerts. Returns when done."""
+    """Report a hang if no default-group collective starts for LIMIT seconds, or another rank alerts."""
     number, since = None, time.monotonic()
     while not done.wait(min(10, LIMIT / 20)):
         begun = dist.group.WORLD._get_sequence_number_for_group()

@@ -49,7 +49,7 @@ class Flags(TimingFlags):
         "triton",
         "liger",
     )
-    """Levels to time; an operation has not all of them."""
+    """Levels to time; some operations lack some."""
     tokens: int | None = None
     """Tokens, B × T; by default 65,536 on a GPU, 1,024 elsewhere."""
     n_embd: int = 768

@@ -102,10 +102,10 @@ def cells(layout, cluster):
 def explanation(config):
     """What the table's figures mean, and rest on."""
     return (
-        "This is an estimate. B: sequences of a micro-batch. Memory: GB on a GPU. Peak: the sum, without the gradients",
-        "that exist only after the activations, or with the new ones that a backward of ddp ends with. Waits: share of",
-        "a step for communication that nothing hides, and for --pipeline's bubble. zero2, zero3 and hsdp communicate",
-        "while they compute, but for the embedding table; ddp, --tensor, --context and --pipeline wait.",
+        "This is an estimate. B: sequences of a micro-batch. Memory: GB on a GPU. Peak: below the sum where gradients",
+        "replace activations, above it where ddp's backward ends with new gradients. Waits: share of a step for",
+        "exposed communication and --pipeline's bubble. zero2, zero3 and hsdp overlap communication with computation,",
+        "except the embedding table's; ddp, --tensor, --context and --pipeline wait.",
         f"Assumed: {config.mfu:.0%} of the peak in large micro-batches (--mfu), {config.link:g} GB/s between GPUs of a",
         f"machine (--link), {config.network:g} GB/s between machines (--network); formulas: parallel/step_time.py.",
         "",

@@ -100,7 +100,7 @@ def check(flags, distributed):
     """Raises UserError for flags that cannot be measured or estimated."""
     if distributed.world_size == 1:
         command = "torchrun --standalone --nproc_per_node=2 -m observe.links"
-        raise UserError(f"links are between ranks, and there is one: {command}")
+        raise UserError(f"links need several ranks: {command}")
     if flags.largest < 2**10 or flags.repeats < 1:
         raise UserError("--largest must be at least 1024 bytes, and --repeats at least 1")
     if not 0 < flags.mfu <= 1 or (flags.peak_tflops is not None and flags.peak_tflops <= 0):
@@ -278,8 +278,8 @@ def step_table(flags, distributed, steps, measured):
     peak = peak_flops(flags, distributed.device) / 1e12
     speed = f"computed at {flags.mfu:.0%} of {peak:g} TFLOP/s" if peak else "of unknown computation (use --peak_tflops)"
     text = f"A step of {flags.total_batch_size:,} tokens, {speed}:\n\n{markdown_table(STEP_COLUMNS, rows, left=2)}\n\n"
-    text += "Communication is the sum of all collectives, one after the other; share is its part of both times. ddp "
-    text += "waits for all of it. zero2 and zero3 hide it behind computation, as far as computation lasts."
+    text += "Communication is the sum of all collectives; share is communication over communication + computation. ddp "
+    text += "waits for all of it. zero2 and zero3 overlap it with computation."
     return text + (f" `--overlap_gradients` is faster for: {', '.join(faster) or 'none of these'}." if peak else "")
 
 

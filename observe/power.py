@@ -29,8 +29,8 @@ class Sample(NamedTuple):
 
 
 class PowerMeter:
-    """The newest Sample of this process's GPU. On a device without NVML all values are NaN, and of a GPU `problem` says
-    why, else it is None."""
+    """The newest Sample of this process's GPU. Without NVML all values are NaN, and on a GPU `problem` says why; else
+    it is None."""
 
     def __init__(self, device):
         self.sample, self.problem = Sample(), None

@@ -78,8 +78,8 @@ class RankMonitor:
         self._joules = self.power.joules()
 
     def report(self):
-        """This rank's report of the step before in its row, and zeros: (ranks, fields) float64, to be summed over the
-        ranks. The step itself is not over: a GPU's times are known when the host has waited for its norm.
+        """(ranks, fields) float64: this rank's report of the step before in its row, zeros elsewhere; to be summed over
+        the ranks. This step's times are known only after the host has waited for the norm.
 
         Call this between backward and the update."""
         self.memory.end_backward()

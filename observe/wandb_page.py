@@ -36,7 +36,7 @@ class WandbPage:
             return False
         if self._mode == "online":
             login = python_command("-m", "wandb", "login")
-            raise UserError(f"wandb cannot be online ({problem}): `{login}` once, or use --wandb offline")
+            raise UserError(f"wandb cannot be online ({problem}): run `{login}` or use --wandb offline")
         return False
 
     def start(self, folder, facts):

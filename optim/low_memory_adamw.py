@@ -1,12 +1,12 @@
 """AdamW that stores its two moments in bf16 or in 8 bits, and computes in float32.
 
 8 bits are block-wise dynamic quantization (Dettmers et al. 2022, arXiv 2110.02861). A row of a weight matrix is divided
-into blocks of 256 numbers or fewer. A block has a scale, its largest absolute value, so an outlier costs its own block
-precision and no other. Each number is divided by the scale and stored as the index (code) of the nearest of 256 levels,
+into blocks of 256 numbers or fewer. A block has a scale, its largest absolute value, so an outlier reduces only its
+block's precision. Each number is divided by the scale and stored as the index (code) of the nearest of 256 levels,
 which lie denser around 0: AdamW divides one moment by the root of the other, so small numbers matter.
 
 Blocks do not cross rows. The codes and scales of a sharded weight are therefore sharded by rows too, and a checkpoint
-means the same on any number of ranks: not so with torchao's AdamW8bit, which has no bf16 moments either. Biases and
+loads on any number of ranks. torchao's AdamW8bit supports neither this nor bf16 moments. Biases and
 LayerNorms, 0.1% of the parameters, keep float32 moments.
 """
 

@@ -76,8 +76,8 @@ def ms_of_step(collectives, measured):
 def ms_of_collective(points, size):
     """Milliseconds of a collective of `size` bytes. points: its measured [(bytes, ms), ...], ascending.
 
-    Linear in the logarithms between points; below the least size as long as that one, which is all latency; above the
-    greatest at its bandwidth.
+    Log-log interpolation between points. Below the smallest size its time, which is latency; above the largest size
+    its bandwidth.
     """
     sizes, times = zip(*points)
     if size > sizes[-1]:

@@ -1,7 +1,7 @@
 """Context parallelism: N ranks compute every sequence together, for sequences whose activations one GPU cannot hold.
 
-Each rank has T/N adjacent tokens of a sequence. Embedding, LayerNorm, MLP, head and loss compute one token without the
-others. Attention reads the tokens before it, so two all-to-alls per block exchange tokens for heads and back (Jacobs et
+Each rank has T/N adjacent tokens of a sequence. Embedding, LayerNorm, MLP, head and loss process tokens independently.
+Attention reads earlier tokens too, so two all-to-alls per block exchange tokens for heads and back (Jacobs et
 al. 2023, "DeepSpeed Ulysses"; the a2a of Megatron-LM's --cp-comm-type):
 
     residual stream, c_attn         (B, T/N, C) (B, T/N, 3C)    some tokens, all heads
@@ -51,7 +51,7 @@ def check_flags(config, distributed):
 def split(model, config, distributed):
     """Let each group of --context ranks share the sequences that a GPT trains on, in place.
 
-    The model has its final layers: what replaces a layer later loses its hooks.
+    Call it after fp8.convert(): a layer that is replaced later loses its hooks.
     """
     if config.context == 1:
         return
@@ -79,7 +79,7 @@ def split(model, config, distributed):
         (y,) = inputs
         return gather_heads(y, columns, rank, group) if torch.is_grad_enabled() else y
 
-    # prepend, and hooks on outputs last: around those of --tensor, which splits what this rank has
+    # outside --tensor's hooks: input hooks run before them (prepend), output hooks after them
     model.register_forward_pre_hook(lambda module, inputs, named: own_targets(*inputs, **named), with_kwargs=True)
     for embedding in (model.transformer.wte, model.transformer.wpe):  # of tokens (B, T), and of positions (T,)
         embedding.register_forward_pre_hook(lambda module, inputs: own_tokens(*inputs), prepend=True)

@@ -54,7 +54,7 @@ def check_flags(config, distributed):
             "nothing: use zero2"
         )
     if config.context > 1:
-        raise UserError("--pipeline does not split sequences: use --tensor with --context")
+        raise UserError("--pipeline excludes --context: use --tensor with --context")
     if config.batch_warmup_steps:
         raise UserError(
             "--batch_warmup_steps begins with one micro-batch, which leaves all stages of --pipeline but one idle"
@@ -137,7 +137,7 @@ class Stage(nn.Module):
         self.config = model.config
         self.index, self.layers, self.first, self.last = index, layers, first, last
         self.blocks = nn.ModuleList(parts.h[layer] for layer in layers)
-        # what the model's methods use, for FSDP, which shards a stage's own modules; the model contains this stage
+        # registered so that FSDP shards them with the stage: the model's embed and head use them
         self.others = nn.ModuleList([parts.wte, parts.wpe] * first + [parts.wte, parts.ln_f] * last)
         self.embed, self.head, self.find_documents = model.embed, model.head, model.find_documents
         self.autocast, self.micro_batches = model.autocast, None
@@ -202,7 +202,7 @@ class Pipeline(GPT):
         # the ranks of the first and the last stage, which both have the embedding table
         ranks = torch.arange(self.distributed.world_size).view(self.size, -1)[[0, -1]]
         self.table_group, _ = dist.new_subgroups_by_enumeration(ranks.T.tolist())
-        # the first call in a group must be one of all its ranks, which a send between two stages is not (P2POp's docs)
+        # a group's first collective must include all its ranks, and a send has only two of them (P2POp's docs)
         dist.all_reduce(torch.zeros((), device=self.distributed.device), group=self.group)
         return {stage: stage.blocks for stage in self.stages}
 
@@ -281,7 +281,7 @@ class Pipeline(GPT):
     def forward(self, idx, targets=None, reduction="mean", at=None, cache=None):
         """As GPT.forward, without gradients. A collective: the ranks of a pipeline pass the same arguments.
 
-        With targets only the last stage knows the loss, the other ranks return zeros. Logits, as float32, come to all.
+        With targets the last stage returns the loss, other ranks zeros. Without, all return float32 logits.
         """
         x = None
         if cache:

@@ -75,16 +75,14 @@ def find_layouts(config, cluster, free, given):
 
 
 def prepare(config, distributed, cluster, free, given):
-    """Complete a Config in place, as a run does. Returns whether no simpler one is the same.
+    """Complete a Config in place, as a run does. Returns False if it equals a simpler one.
 
     Raises UserError for flags that a run refuses.
     """
     if config.shard_ranks and config.parallel != "hsdp":
         raise UserError("--shard_ranks is for --parallel hsdp")
     if config.overlap_gradients and (fsdp.is_sharded(config) or distributed.world_size == 1 or not config.compile):
-        raise UserError(
-            "--overlap_gradients needs --compile, --parallel ddp without --tensor and --pipeline, and ranks"
-        )
+        raise UserError("--overlap_gradients needs --compile, several ranks, and ddp without --tensor and --pipeline")
     if config.parallel == "hsdp":
         config.shard_ranks = config.shard_ranks or max(1, cluster.gpus_per_machine // config.tensor)
     config.fused_cross_entropy &= config.tensor == 1
@@ -105,7 +103,7 @@ def prepare(config, distributed, cluster, free, given):
 
 
 def choose(layouts, free, given):
-    """The Layout to use: the simplest of those that fit and are as fast as the fastest, but for EQUAL.
+    """The simplest Layout that fits and takes at most EQUAL times the step time of the fastest.
 
     layouts: of find_layouts. Raises UserError if none fits.
     """

@@ -66,8 +66,8 @@ class StepTime:
 
     computation: float
     bubble: float  # of --pipeline
-    communication: float  # that computation waits for
-    sent: float  # communication with what overlaps
+    communication: float  # exposed: not overlapped
+    sent: float  # all communication, also overlapped
 
     @property
     def total(self):
@@ -98,7 +98,7 @@ def gather(size, group, cluster):
 
 
 def flops_of_block(config):
-    """FLOPs per token, forward and backward, of a block's GEMMs, and those that attention takes as long as."""
+    """FLOPs per token, forward and backward, of a block: its GEMMs, and attention's times ATTENTION."""
     return 72 * config.n_embd**2 + ATTENTION * 12 * config.n_embd * config.seq_len
 
 
@@ -107,7 +107,7 @@ def flops_of_head(config):
 
 
 def micro_batch_seconds(config, cluster):
-    """Computation of one micro-batch, on the rank of a pipeline that has most."""
+    """Seconds of one micro-batch's computation, on a pipeline's slowest rank."""
     tokens = config.micro_batch_size * config.seq_len / (config.context * config.tensor)
     rate = cluster.peak * cluster.mfu
     block = tokens * flops_of_block(config) * RECOMPUTED[config.activation_checkpointing] / rate

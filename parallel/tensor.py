@@ -75,8 +75,8 @@ def split(model, mesh, seq_len):
 
     seq_len: tokens of a sequence in training, with --context of a rank's part of it.
 
-    Between modules activations are plain tensors. Hooks around a module make DTensors of its inputs and bring them, and
-    its outputs, into the layout that comes next. A DTensor's operators compute on the rank's part.
+    Between modules activations are plain tensors. Hooks around a module wrap its inputs as DTensors and redistribute
+    inputs and outputs to the next placement. DTensor operators compute on the local shard.
     """
     divides = seq_len % mesh.size() == 0
 
