@@ -1,9 +1,11 @@
 """The head and its cross-entropy as in kernels/cross_entropy.py, with all three GEMMs in float8.
 
 The gradient of the logits is softmax - one-hot. As a whole it does not survive 8 bits: rounding the target's entry,
-near -1, by up to 6% moves the gradient further than all the other entries together. So the operator splits it.
-Softmax, with entries from 0 to 1, is cast to float8_e4m3fn with the scale 1/448. The one-hot is not cast: the target's
-row of weight is subtracted from the gradient of x, and x from the target's row of the gradient of weight.
+near -1, by up to 6% moves the gradient further than all the other entries together. So the operator splits it. The
+entries of the other tokens, from 0 to 1, are cast to float8_e4m3fn with the scale 1/448. The target's entry, p - 1, is
+not cast: (1 - p) times the target's row of weight is subtracted from the gradient of x, and (1 - p) times x from the
+target's row of the gradient of weight. Entries below 2.2e-6 round to 0, so the most unlikely tokens get no gradient
+except as targets.
 
 x and weight are cast once per micro-batch, with scales from their own amax: a pass over either takes 1% of the GEMMs'
 time, so delayed scaling (kernels/fp8.py) would gain nothing here, and the operator has no state.
@@ -45,19 +47,20 @@ def summed_cross_entropy(
     weight8, weight8_t = fp8_cast.quantize(weight, weight_scale)[:2]
     dx = torch.empty_like(x)
     dweight = torch.zeros_like(weight, dtype=torch.float32)
-    loss = torch.zeros((), dtype=torch.float32, device=x.device)
+    losses = []
     for x_chunk, targets_chunk, dx_chunk in zip(*(tensor.split(LOGIT_ROWS) for tensor in (x, targets, dx))):
         x8, x8_t, _ = fp8_cast.quantize(x_chunk, x_scale)
         logits = float8_gemm(x8, weight8, x_scale, weight_scale, x.dtype, fast_accumulation=True)
-        losses, softmax8, softmax8_t = softmax_float8(logits, targets_chunk, vocab_size, softmax_scale)
-        loss += losses.sum()
+        losses_chunk, softmax8, softmax8_t = softmax_float8(logits, targets_chunk, vocab_size, softmax_scale)
+        losses.append(losses_chunk)
         gemm(softmax8, weight8_t, softmax_scale, weight_scale, dx_chunk)
         gemm(softmax8_t, x8_t, softmax_scale, x_scale, dweight, add=True)
-    counts = targets != IGNORE_INDEX.value  # without a target there is no gradient
-    targets = targets.where(counts, 0)
-    dx -= F.embedding(targets, weight.to(x.dtype)) * counts[:, None]
-    dweight -= torch.ops.aten.embedding_dense_backward(x.float() * counts[:, None], targets, len(weight), -1, False)
-    return loss, dx, dweight.to(weight.dtype)
+    losses = torch.cat(losses)
+    targets = targets.where(targets != IGNORE_INDEX.value, 0)  # without a target the loss is 0, and so is its entry
+    entry = torch.expm1(-losses)[:, None]  # p - 1
+    dx.addcmul_(F.embedding(targets, weight.to(x.dtype)), entry.to(x.dtype))
+    dweight += torch.ops.aten.embedding_dense_backward(x * entry, targets, len(weight), -1, False)
+    return losses.sum(), dx, dweight.to(weight.dtype)
 
 
 @summed_cross_entropy.register_fake
@@ -84,31 +87,38 @@ def softmax_float8(logits, targets, vocab_size, scale):
     """(losses, softmax8, softmax8_t) of logits (N, V_padded): the cross-entropies (N,) float32, and softmax / scale in
     float8, (N, V_padded) and transposed (V_padded, N).
 
-    N is a multiple of 4. targets (N,) int64. Softmax is 0 in the columns from vocab_size on, and in rows without a
-    target.
+    N is a multiple of 4. targets (N,) int64. Softmax is 0 at the targets, in the columns from vocab_size on and in rows
+    without a target.
     """
     N, V_padded = logits.shape
     log_sum_exps = torch.empty(N, dtype=torch.float32, device=logits.device)
     losses = cross_entropy_(logits, targets, vocab_size, log_sum_exps)
     softmax8, softmax8_t = fp8_cast.empty_float8_pair(logits)
-    softmax_kernel[(triton.cdiv(N, 4 * QUADS), triton.cdiv(V_padded, COLUMNS))](
-        logits, log_sum_exps, softmax8, fp8_cast.as_words(softmax8_t), scale, N, N // 4, vocab_size, V_padded,
+    cross_entropy_softmax_kernel[(triton.cdiv(N, 4 * QUADS), triton.cdiv(V_padded, COLUMNS))](
+        logits, targets, log_sum_exps, softmax8, fp8_cast.as_words(softmax8_t), scale, N, N // 4, vocab_size, V_padded,
         QUADS=QUADS, COLUMNS=COLUMNS, num_warps=4,
     )  # fmt: skip
     return losses, softmax8, softmax8_t
 
 
 @triton.jit
-def softmax_kernel(
-    logits, log_sum_exps, out, out_t, scale, N, N_quads, V, V_padded, QUADS: tl.constexpr, COLUMNS: tl.constexpr
-):
-    """A tile of softmax in float8, row-major and transposed (see fp8_cast)."""
+def cross_entropy_softmax_kernel(
+    logits, targets, log_sum_exps, out, out_t, scale, N, N_quads, V, V_padded,
+    QUADS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """A tile of softmax without the targets' entries in float8, row-major and transposed (see fp8_cast)."""
     quad = tl.program_id(0) * QUADS + tl.arange(0, QUADS)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     a, b, c, d = fp8_cast.load_quads(logits, quad, column, N, V_padded)
-    shifts, row, real = log_sum_exps + 4 * quad, 4 * quad, (column < V)[None, :]
-    a = tl.where(real, tl.exp(a - tl.load(shifts, mask=row < N, other=0.0)[:, None]), 0.0)
-    b = tl.where(real, tl.exp(b - tl.load(shifts + 1, mask=row < N, other=0.0)[:, None]), 0.0)
-    c = tl.where(real, tl.exp(c - tl.load(shifts + 2, mask=row < N, other=0.0)[:, None]), 0.0)
-    d = tl.where(real, tl.exp(d - tl.load(shifts + 3, mask=row < N, other=0.0)[:, None]), 0.0)
+    a = softmax_without_target(a, targets, log_sum_exps, 4 * quad, column, N, V)
+    b = softmax_without_target(b, targets, log_sum_exps, 4 * quad + 1, column, N, V)
+    c = softmax_without_target(c, targets, log_sum_exps, 4 * quad + 2, column, N, V)
+    d = softmax_without_target(d, targets, log_sum_exps, 4 * quad + 3, column, N, V)
     fp8_cast.store_quads(a, b, c, d, out, out_t, scale, None, quad, column, N, N_quads, V_padded)
+
+
+@triton.jit
+def softmax_without_target(logits, targets, log_sum_exps, row, column, N, V):
+    shift = tl.load(log_sum_exps + row, mask=row < N, other=0.0)[:, None]
+    target = tl.load(targets + row, mask=row < N, other=0)[:, None]
+    return tl.where((column[None, :] < V) & (column[None, :] != target), tl.exp(logits - shift), 0.0)

@@ -37,7 +37,9 @@ class StepMemory:
 
     def start_step(self):
         """Call this before the step's first batch is read."""
-        self._recording = self._device.type == "cuda" and self._step == RECORDED_STEP
+        self._recording = self._step == RECORDED_STEP and self._device.type == "cuda"
+        # cudaMallocAsync (PYTORCH_CUDA_ALLOC_CONF) keeps no history
+        self._recording = self._recording and torch.cuda.get_allocator_backend() == "native"
         self._step += 1
         if self._recording:
             self._held = self._count_held(torch.cuda.memory_allocated())

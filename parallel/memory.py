@@ -136,6 +136,8 @@ def step_memory(config, distributed):
     if config.fused_cross_entropy:
         # LOGIT_ROWS rows of logits, the embedding table in their dtype, and its float32 gradient
         logits += VOCAB_SIZE * (compute_bytes(config) * (LOGIT_ROWS + config.n_embd) + 4 * config.n_embd)
+        if config.fp8_head:  # softmax and the table in float8, each in two layouts
+            logits += 2 * VOCAB_SIZE * (LOGIT_ROWS + config.n_embd)
     in_backward = peak = weights + gradients + states + activations + logits
     accumulates = accumulation_steps(config.batch_warmup_steps, config, distributed.data_size) > 1
     if not accumulates and (is_sharded(config) or distributed.world_size == 1):

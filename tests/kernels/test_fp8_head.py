@@ -38,13 +38,14 @@ def test_softmax_in_both_layouts():
     expected = F.cross_entropy(logits[:, :301].double(), targets, ignore_index=-1, reduction="none")
     torch.testing.assert_close(losses.double(), expected, rtol=1e-5, atol=1e-5)
     softmax = F.pad(logits[:, :301].double().softmax(1), (0, 19)) * (targets >= 0)[:, None]
+    softmax.scatter_(1, targets.clamp(min=0)[:, None], 0.0)
     # e4m3 has 3 bits of mantissa, and numbers below 2^-6 are multiples of 2^-9
     rounding = 2**-4 if DEVICE == "cuda" else 0.51
     torch.testing.assert_close(softmax8.double() / FP8_MAX, softmax, rtol=rounding, atol=2**-9 / FP8_MAX)
     assert torch.equal(softmax8.view(torch.uint8).t(), softmax8_t.view(torch.uint8))
 
 
-@pytest.mark.parametrize("sharpness, tolerance", [(0.0, 0.01), (0.4, 0.03), (0.7, 0.05)])
+@pytest.mark.parametrize("sharpness, tolerance", [(0.0, 0.01), (0.4, 0.03), (0.7, 0.05), (1.3, 0.08)])
 def test_loss_and_gradients(sharpness, tolerance, monkeypatch):
     """In chunks, with targets that have no loss; relative errors of whole gradients, at a high and at a low loss."""
     monkeypatch.setattr(fp8_head, "LOGIT_ROWS", 64)
@@ -57,7 +58,7 @@ def test_loss_and_gradients(sharpness, tolerance, monkeypatch):
     exact = [tensor.double().requires_grad_() for tensor in (x, weight)]
     expected = 0.25 * F.cross_entropy(exact[0] @ exact[1][:301].t(), targets, ignore_index=-1)
     expected.backward()
-    assert loss.item() == pytest.approx(expected.item(), abs=tolerance / 10)
+    assert loss.item() == pytest.approx(expected.item(), abs=tolerance / 5)
     assert leaves[1].grad.dtype == torch.float32 and leaves[0].grad.dtype == torch.bfloat16
     assert not leaves[0].grad[[3, 70]].any() and not leaves[1].grad[301:].any()
     for leaf, true in zip(leaves, exact):

@@ -64,6 +64,7 @@ def test_seconds_by_category():
         ("ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)", "communication"),
         ("aten::addmm", "matrix products"),
         ("aten::_log_softmax", "loss"),
+        ("cross_entropy_softmax_kernel", "loss"),
         ("aten::_fused_adamw_", "optimizer"),
     ],
 )
