@@ -23,7 +23,7 @@ OFF = {
     for flag, value in row.off.items()
 }
 PLAIN = replace(
-    Config(**OFF), n_layer=2, n_head=2, n_embd=64, seq_len=64, micro_batch_size=2, total_batch_size=256, max_steps=4
+    Config(**OFF), n_layer=2, n_head=2, n_embd=64, seq_len=64, micro_batch_size=2, total_batch_size=256, max_steps=3
 )
 SIZES = GPTConfig(seq_len=64, vocab_size=1000, n_layer=2, n_head=2, n_embd=64)
 HALF = dict(autocast="bf16")
@@ -57,7 +57,7 @@ NEEDS_A_GPU = ("tf32", "packed_qkv", "fp8_head")  # in Triton's interpreter fp8_
 
 
 def losses(**flags):
-    """The losses of four steps on fixed tokens."""
+    """The losses of three steps on fixed tokens."""
     trainer = build(replace(PLAIN, **flags), ALONE, sizes=SIZES)
     generator = torch.Generator().manual_seed(0)
     config = trainer.config
