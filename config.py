@@ -331,6 +331,7 @@ def resolve(config, distributed, free_memory=None, pretrained=None, resumed=None
     else:
         check_micro_batch_size(new, distributed)
     pipeline.check_micro_batches(new, distributed)
+    fsdp.check_accumulation(new, distributed)
     if new.fp8 and (new.n_embd % 16 or new.micro_batch_size * new.seq_len % (16 * new.context)):
         raise UserError(
             f"--fp8 needs multiples of 16: n_embd is {new.n_embd}, and a micro-batch has {new.micro_batch_size} × "

@@ -25,17 +25,17 @@ def limit_hellaswag(config, notes):
 def batches_of_rank(batches, title, distributed, stop_signal=None):
     """Yield this rank's share of a sequence of batches, under a progress bar: the same for ranks that split layers.
 
-    stop_signal: a StopSignal on every rank, or None on every rank. If one of them has received a signal, all ranks
+    stop_signal: a StopSignal, or None. If one of them has received a signal, all ranks
     raise Stopped, after the same number of batches.
     """
     alone = distributed.world_size == 1
     for first in progress(range(0, len(batches), distributed.data_context_size), title):
-        if stop_signal and not alone:
+        if not alone:
             # the all-reduce is queued before the batch, so a GPU computes the batch while the host reads the result
-            agreed = distributed.begin_all_reduce(bool(stop_signal.name))
+            agreed = distributed.begin_all_reduce(bool(stop_signal and stop_signal.name))
         if first + distributed.data_context_rank < len(batches):
             yield batches[first + distributed.data_context_rank]
-        if stop_signal and (stop_signal.name if alone else agreed()[0]):
+        if (stop_signal and stop_signal.name) if alone else agreed()[0]:
             raise Stopped
 
 

@@ -47,7 +47,7 @@ class LowMemoryAdamW(torch.optim.Optimizer):
             for weight in group["params"]:
                 state = self.state[weight]
                 state["step"] += 1
-                steps, block = state["step"].item(), block_size(weight)
+                steps, block = state["step"].item(), block_size(weight) if self.tables else 1
                 # numbers that change every step are tensors: torch.compile would compile each value anew
                 changing = (1 - lr * group["weight_decay"], lr / (1 - beta1**steps), math.sqrt(1 - beta2**steps))
                 moments = {key: local(value) for key, value in state.items() if key != "step"}

@@ -16,6 +16,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from common.cli import Note, UserError
+from optim.schedules import accumulation_steps
 from parallel import context, tensor
 from parallel.rendezvous import ranks_of_machine
 
@@ -64,6 +65,17 @@ def check_flags(config, distributed, notes):
             notes.append(Note("parallel", "hsdp", "all ranks share one copy, which is zero3"))
         if config.shard_ranks == 1:
             notes.append(Note("parallel", "hsdp", "each rank holds a whole copy, which is ddp"))
+
+
+def check_accumulation(config, distributed):
+    """Raises UserError where FSDP would sum a step's micro-batches in bf16: between copies, and in a pipeline."""
+    copies = distributed.data_context_size > shard_group_size(config, distributed)
+    micro_steps = accumulation_steps(config.batch_warmup_steps, config, distributed.data_size)
+    if config.bf16_gradients and is_sharded(config) and micro_steps > 1 and (copies or config.pipeline > 1):
+        raise UserError(
+            f"--bf16_gradients would also accumulate {micro_steps} micro-batches in bf16 here: leave it out, or use "
+            "--parallel zero2 or zero3 without --pipeline"
+        )
 
 
 def check_machines(config, distributed):

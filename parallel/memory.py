@@ -132,7 +132,7 @@ def step_memory(config, distributed):
         # a schedule has buffers to receive every micro-batch and its gradient
         width = 2 if config.bf16_residual else 4
         buffers = 2 * width * config.n_embd * config.stages_per_rank * config.total_batch_size
-        activations += buffers / distributed.data_size
+        activations += buffers / distributed.data_size / sequence_parts(config)
     if config.fused_cross_entropy:
         # LOGIT_ROWS rows of logits, the embedding table in their dtype, and its float32 gradient
         logits += VOCAB_SIZE * (compute_bytes(config) * (LOGIT_ROWS + config.n_embd) + 4 * config.n_embd)
@@ -181,9 +181,14 @@ def bytes_of_weights(config, distributed):
         return own + width * params, own + 4 * params
     unit = blocks_together(config) * params_of_block(config)
     # one unit computes, one is prefetched
-    gathered = params if config.parallel == "zero2" else embeddings + 2 * unit
+    gathered = params if config.parallel in ("ddp", "zero2") else embeddings + 2 * unit
     reduced = max(unit, embeddings)  # a unit's gradients, and their float32 copy for the reduce-scatter
     return own + width * gathered, own + (width + 4) * reduced
+
+
+def sequence_parts(config):
+    """Number of parts in which the ranks of --tensor have the residual stream of a sequence."""
+    return 1 if config.seq_len // config.context % config.tensor else config.tensor
 
 
 def bytes_per_token(config):
@@ -204,7 +209,7 @@ def bytes_per_token(config):
         kept = 2 if config.bf16_residual else 4
         if config.activation_checkpointing == "selective":
             kept += (8 if config.compile else 10) * width + (4 * width if config.context > 1 else 0)
-        layers = blocks * config.n_embd * kept + layer
+        layers = blocks * config.n_embd * kept / sequence_parts(config) + layer
     layers /= config.context
     logits = 0 if config.fused_cross_entropy else VOCAB_SIZE * head / config.context
     # evaluation splits no sequence. It returns each token's loss and so holds all logits: 2 bytes compiled, 11 with

@@ -16,6 +16,7 @@ The head costs as much as several blocks (4.5 in GPT-2 124M), so the last stage 
 of the first stage: both have the table, start from the same weights, add up their gradients, and make the same updates.
 """
 
+from copy import copy
 from itertools import accumulate
 
 import torch
@@ -154,7 +155,7 @@ class Stage(nn.Module):
         if idx is None:
             idx, targets = next(self.micro_batches)
         compiled = not cache and (self.compile_evaluations or torch.is_grad_enabled())
-        with self.autocast:
+        with copy(self.autocast):  # evaluations are inside it already, and an autocast is not reentrant
             compute = self.compiled if compiled else self.compute
             return compute(x, idx, targets, reduction, at, cache)
 

@@ -136,6 +136,14 @@ def test_a_slow_device_evaluates_few_hellaswag_items():
     assert config.hellaswag_limit is None and not notes
 
 
+def test_gradients_do_not_accumulate_in_bf16():
+    flags = dict(bf16_gradients=True, parallel="hsdp", shard_ranks=2, total_batch_size=8192)
+    with pytest.raises(UserError, match="would also accumulate 2 micro-batches in bf16"):
+        resolved(4, **flags, micro_batch_size=1)
+    for fits in (dict(micro_batch_size=2), dict(micro_batch_size=1, parallel="zero3", shard_ranks=None)):
+        assert resolved(4, **flags | fits)[0].bf16_gradients
+
+
 def test_one_rank_has_nothing_to_share():
     config, notes = resolved(parallel="zero3", bf16_gradients=True)
     assert (config.parallel, config.bf16_gradients) == ("ddp", False)

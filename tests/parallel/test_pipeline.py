@@ -79,6 +79,17 @@ for per_rank, layers in ((1, [[0, 1, 2], [3, 4]]), (2, [[0, 2, 3], [1, 4]])):
     update_if_finite(stages.optimizer, stages.scaler, norm)
     assert all(torch.equal(full(own[name]), before[name]) for name in own)
     del stages, own
+
+# the losses of a stage in bf16, and no autocast is left on after an evaluation, which is inside one
+half = dict(autocast="bf16", bf16_residual=True)
+whole = build(replace(config, **half), alone, sizes=sizes)
+stages = build(replace(config, **half, pipeline=2), distributed, sizes=sizes)
+with torch.no_grad(), fsdp.gathered(stages.model, config), stages.autocast:
+    loss = stages.forward(x, y)
+assert not torch.is_autocast_enabled("cpu")
+with torch.no_grad(), whole.autocast:
+    expected = whole.forward(x, y)
+torch.testing.assert_close(loss, expected * distributed.rank, rtol=1e-2, atol=0)
 process_group.stop()
 """
 
