@@ -6,14 +6,14 @@ from common.cli import UserError, read_value
 
 EVALUATIONS = ("val_every", "hellaswag_every", "sample_every", "checkpoint_every")  # off in a measurement
 # Flags that a measurement sets itself, or that have no effect in it
-NOT_SWEPT = (
-    """
+NOT_SWEPT = {
+    *EVALUATIONS,
+    *"""
     demo ladder config resume rungs ladder_steps max_steps batch_warmup_steps log_dir run_name
     wandb wandb_group wandb_project peak_tflops val_tokens hellaswag_data hellaswag_limit
     profile memory_snapshot
-""".split()
-    + [*EVALUATIONS]
-)
+""".split(),
+}
 
 
 def read_axis(text, config_class):

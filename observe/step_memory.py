@@ -33,13 +33,13 @@ class StepMemory:
         """model: a GPT; config: a resolved Config."""
         self._model, self._optimizer, self._config = model, optimizer, config
         self._device = device
+        # cudaMallocAsync (PYTORCH_CUDA_ALLOC_CONF) keeps no history
+        self._records = device.type == "cuda" and torch.cuda.get_allocator_backend() == "native"
         self._step = 0
 
     def start_step(self):
         """Call this before the step's first batch is read."""
-        self._recording = self._step == RECORDED_STEP and self._device.type == "cuda"
-        # cudaMallocAsync (PYTORCH_CUDA_ALLOC_CONF) keeps no history
-        self._recording = self._recording and torch.cuda.get_allocator_backend() == "native"
+        self._recording = self._records and self._step == RECORDED_STEP
         self._step += 1
         if self._recording:
             self._held = self._count_held(torch.cuda.memory_allocated())

@@ -10,6 +10,7 @@ from optim.optimizer import state_bytes
 from optim.schedules import accumulation_steps
 from parallel.fsdp import blocks_together, is_sharded, shard_group_size
 from parallel.pipeline import blocks_in_flight, blocks_of_ranks
+from parallel.tensor import sequence_parts
 
 LARGEST_MICRO_BATCH = 64  # sequences; more gains 1% for twice the memory
 USABLE = 0.85  # of free memory, while activations come and go; the rest is for fragments, cuBLAS and NCCL
@@ -184,11 +185,6 @@ def bytes_of_weights(config, distributed):
     gathered = params if config.parallel in ("ddp", "zero2") else embeddings + 2 * unit
     reduced = max(unit, embeddings)  # a unit's gradients, and their float32 copy for the reduce-scatter
     return own + width * gathered, own + (width + 4) * reduced
-
-
-def sequence_parts(config):
-    """Number of parts in which the ranks of --tensor have the residual stream of a sequence."""
-    return 1 if config.seq_len // config.context % config.tensor else config.tensor
 
 
 def bytes_per_token(config):

@@ -249,7 +249,7 @@ class Pipeline(GPT):
         from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B  # slow to import
 
         flags = self.flags
-        T = flags.seq_len if flags.seq_len % flags.tensor else flags.seq_len // flags.tensor  # as tensor.split
+        T = flags.seq_len // tensor.sequence_parts(flags)
         with torch.device("meta"):
             idx = torch.empty(flags.micro_batch_size, flags.seq_len, dtype=torch.long)
             x = torch.empty(flags.micro_batch_size, T, self.config.n_embd, dtype=self.dtype, requires_grad=True)

@@ -99,6 +99,7 @@ def prepare(config, distributed, cluster, free, given):
     else:
         config.micro_batch_size, _ = choose_micro_batch_size(config, distributed, free)
     pipeline.check_micro_batches(config, distributed)
+    fsdp.check_accumulation(config, distributed)
     return True
 
 

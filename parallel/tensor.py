@@ -57,10 +57,15 @@ def check_flags(config, distributed, notes):
         raise UserError("--optimizer muon orthogonalizes whole matrices, which --tensor splits: use AdamW")
     if config.adamw_states == "int8":
         raise UserError("--adamw_states int8 has scales for blocks of whole rows, which --tensor splits: use bf16")
-    if config.seq_len // config.context % size:
+    if sequence_parts(config) < size:
         part = f"seq_len {config.seq_len}" + (f" / {config.context}" if config.context > 1 else "")
         reason = f"it does not divide {part}, so every rank holds the whole residual stream"
         notes.append(Note("tensor", size, reason))
+
+
+def sequence_parts(config):
+    """Number of parts in which the ranks of --tensor have the residual stream; 1: its length does not divide."""
+    return 1 if config.seq_len // config.context % config.tensor else config.tensor
 
 
 # ----------------------------------------------------------------------------------------------------------------------

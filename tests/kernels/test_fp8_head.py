@@ -20,10 +20,10 @@ if DEVICE == "cuda" and torch.cuda.get_device_capability() < (9, 0):
 def head(N, C, V, sharpness=1.0):
     """x, weight padded to a multiple of 64 rows, and targets that x predicts the better the larger the sharpness."""
     torch.manual_seed(0)
-    weight = F.pad(torch.randn(V, C, device=DEVICE) / C**0.5, (0, 0, 0, -V % 64))
-    targets = torch.randint(V, (N,), device=DEVICE)
-    x = torch.randn(N, C, device=DEVICE) + sharpness * C**0.5 * weight[targets]
-    return x.bfloat16(), weight, targets
+    weight = F.pad(torch.randn(V, C) / C**0.5, (0, 0, 0, -V % 64))
+    targets = torch.randint(V, (N,))
+    x = torch.randn(N, C) + sharpness * C**0.5 * weight[targets]
+    return x.bfloat16().to(DEVICE), weight.to(DEVICE), targets.to(DEVICE)  # the same numbers on every device
 
 
 def test_softmax_in_both_layouts():
@@ -58,7 +58,7 @@ def test_loss_and_gradients(sharpness, tolerance, monkeypatch):
     exact = [tensor.double().requires_grad_() for tensor in (x, weight)]
     expected = 0.25 * F.cross_entropy(exact[0] @ exact[1][:301].t(), targets, ignore_index=-1)
     expected.backward()
-    assert loss.item() == pytest.approx(expected.item(), abs=tolerance / 5)
+    assert loss.item() == pytest.approx(expected.item(), abs=tolerance / 10)
     assert leaves[1].grad.dtype == torch.float32 and leaves[0].grad.dtype == torch.bfloat16
     assert not leaves[0].grad[[3, 70]].any() and not leaves[1].grad[301:].any()
     for leaf, true in zip(leaves, exact):

@@ -50,6 +50,14 @@ def plan(gpus, memory=80, given=(), machine=8, network=400e9, **flags):
     return planner.alternatives(layouts, memory * GB, best), best
 
 
+def test_gradients_that_would_accumulate_in_bf16_are_not_planned():
+    flags = dict(bf16_gradients=True, parallel="hsdp", shard_ranks=2, micro_batch_size=1)
+    given = {"parallel", "tensor", "context", "pipeline"}
+    assert planner.find_layouts(sized(**flags, total_batch_size=8 * 1024), cluster(8), 80 * GB, given)[0]
+    with pytest.raises(UserError, match="would also accumulate 2 micro-batches in bf16"):
+        planner.find_layouts(sized(**flags, total_batch_size=16 * 1024), cluster(8), 80 * GB, given)
+
+
 def test_memory_and_speed_are_those_measured():
     xl = dict(model="gpt2-xl", total_batch_size=262144, micro_batch_size=32)
     rates = []
