@@ -29,46 +29,61 @@ class LowMemoryAdamW(torch.optim.Optimizer):
 
     def __init__(self, groups, states, compiled, lr, betas, eps):
         """states: "bf16" or "int8". compiled: one kernel for each weight, by torch.compile."""
-        super().__init__(groups, dict(lr=lr, betas=betas, eps=eps, fused=False))
+        super().__init__(groups, dict(lr=lr, betas=betas, eps=eps, fused=True))  # fused: it reads found_inf
         self.update = torch.compile(update) if compiled else update
         device = self.param_groups[0]["params"][0].device
+        self.never = torch.zeros((), device=device)
         self.tables = {}
         if states == "int8":
             self.tables = dict(exp_avg=levels(device, signed=True), exp_avg_sq=levels(device, signed=False))
         for group in self.param_groups:
             for weight in group["params"]:
-                self.state[weight] = dict(step=torch.zeros(()), **zero_moments(weight, states))
+                self.state[weight] = dict(step=torch.zeros((), device=device), **zero_moments(weight, states))
 
     @torch.no_grad()
     def step(self, closure=None):
-        """One update of all parameters."""
-        for group in self.param_groups:
-            lr, (beta1, beta2) = group["lr"], group["betas"]
-            for weight in group["params"]:
-                state = self.state[weight]
-                state["step"] += 1
-                steps, block = state["step"].item(), block_size(weight) if self.tables else 1
-                # numbers that change every step are tensors: torch.compile would compile each value anew
-                changing = (1 - lr * group["weight_decay"], lr / (1 - beta1**steps), math.sqrt(1 - beta2**steps))
+        """One update of all parameters.
+
+        As with PyTorch's fused AdamW, nothing changes if the attribute found_inf, a scalar on the device, is 1: the
+        host does not wait for it, and launches the updates while the GPU computes the gradients.
+        """
+        found_inf = getattr(self, "found_inf", self.never)
+        for group in filter(lambda group: group["params"], self.param_groups):
+            states = [self.state[weight] for weight in group["params"]]
+            torch._foreach_add_([state["step"] for state in states], 1 - found_inf)
+            steps, (beta1, beta2) = states[0]["step"], group["betas"]  # the same for all weights
+            # numbers that change every step are tensors: torch.compile would compile each value anew
+            decay = torch.tensor(1 - group["lr"] * group["weight_decay"])
+            rate, correction = group["lr"] / (1 - beta1**steps), (1 - beta2**steps).sqrt()
+            for weight, state in zip(group["params"], states):
+                block = block_size(weight) if self.tables else 1
                 moments = {key: local(value) for key, value in state.items() if key != "step"}
                 self.update(
                     local(weight).detach().view(-1, block),
                     local(weight.grad).reshape(-1, block),
                     {key: value.view(-1, 1 if key.endswith("scales") else block) for key, value in moments.items()},
                     self.tables,
-                    *map(torch.tensor, changing),
+                    found_inf > 0,
+                    decay,
+                    rate,
+                    correction,
                     betas=group["betas"],
                     eps=group["eps"],
                 )
 
 
-def update(weight, gradient, moments, tables, decay, rate, correction, betas, eps):
-    """AdamW's update of a weight, in place. Tensors are (n, block), scales (n, 1)."""
+def update(weight, gradient, moments, tables, skip, decay, rate, correction, betas, eps):
+    """AdamW's update of a weight, in place, unless skip. Tensors are (n, block), scales (n, 1)."""
     m = read(moments, "exp_avg", tables).lerp(gradient, 1 - betas[0])
     v = read(moments, "exp_avg_sq", tables).lerp(gradient.square(), 1 - betas[1])
-    weight.mul_(decay).sub_(rate * m / (v.sqrt() / correction + eps))
-    write(moments, "exp_avg", m, tables)
-    write(moments, "exp_avg_sq", v, tables)
+    store(weight, weight * decay - rate * m / (v.sqrt() / correction + eps), skip)
+    write(moments, "exp_avg", m, tables, skip)
+    write(moments, "exp_avg_sq", v, tables, skip)
+
+
+def store(old, new, skip):
+    """Copy new into old, unless skip."""
+    old.copy_(torch.where(skip, old, new.to(old.dtype)))
 
 
 def read(moments, name, tables):
@@ -79,16 +94,16 @@ def read(moments, name, tables):
     return values[moments[f"{name}_codes"].int()] * moments[f"{name}_scales"]
 
 
-def write(moments, name, moment, tables):
-    """Store a moment, rounded to nearest."""
+def write(moments, name, moment, tables, skip):
+    """Store a moment, rounded to nearest, unless skip."""
     if name in moments:
-        moments[name].copy_(moment)
+        store(moments[name], moment, skip)
         return
     _, between = tables[name]
     scales = moment.abs().amax(1, keepdim=True)
     relative = moment / scales.clamp(min=torch.finfo(torch.float32).tiny)  # a block may be all zeros
-    moments[f"{name}_codes"].copy_(torch.bucketize(relative, between, out_int32=True))
-    moments[f"{name}_scales"].copy_(scales)
+    store(moments[f"{name}_codes"], torch.bucketize(relative, between, out_int32=True), skip)
+    store(moments[f"{name}_scales"], scales, skip)
 
 
 def levels(device, signed):

@@ -84,7 +84,7 @@ def test_numbers_are_rounded_to_the_nearest_level(signed):
     numbers = numbers if signed else numbers.square()
     numbers[7] = 0
     moments = dict(m_codes=torch.zeros(40, 256, dtype=torch.uint8), m_scales=torch.zeros(40, 1))
-    write(moments, "m", numbers, dict(m=(values, between)))
+    write(moments, "m", numbers, dict(m=(values, between)), torch.tensor(False))
     stored = read(moments, "m", dict(m=(values, between)))
     scales = numbers.abs().amax(1, keepdim=True)
     nearest = (numbers[:, :, None] - values * scales[:, :, None]).abs().amin(2)
