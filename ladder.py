@@ -33,6 +33,7 @@ from observe.figures import describe
 from observe.measure import OUT_OF_MEMORY, SETTLING_STEPS, measure, prepare, report_failures, save
 from observe.tables import COLUMNS, WIDTHS, align, markdown, row, sweep_markdown, uneven_warning, winners
 from optim.recipes import RECIPES
+from optim.schedules import match_tokens
 from optimizations import RUNGS, turn_off_unavailable
 from parallel.fsdp import is_sharded
 from parallel.memory import choose_micro_batch_size
@@ -40,7 +41,6 @@ from parallel.process_group import Distributed
 from parallel.rendezvous import launched
 
 FIRST_MICRO_BATCH = 16  # of the first rungs on a GPU, halved until it fits; an 80 GB A100 can hold it
-LONG_RUN_VAL_TOKENS = 2621440  # at most, in each of some 20 validations
 # Flags that have an effect on several GPUs only
 SEVERAL_GPUS = {*RUNGS["ddp"].off, "overlap_gradients", "bf16_gradients"}
 
@@ -299,21 +299,24 @@ def climb_to_loss(config):
     folder = prepare(config.log_dir, config.run_name, "to_loss")
     print(f"results: {folder}/\n{time_to_loss.head()}")
     steps, ranks = config.max_steps, count_devices(config)
-    distributed = Distributed(0, ranks, torch.device(choose_device_type(config.device)))
+    device, splits = torch.device(choose_device_type(config.device)), (config.tensor, config.context, config.pipeline)
+    distributed = Distributed(0, ranks, device, *splits)
     results, curves, changes, target = [], {}, {}, config.target_loss
     with tqdm(total=len(RECIPES) * config.seeds * steps, unit="step", leave=False, disable=None) as bar:
-        _, baseline = measure_baseline(config, distributed.device, folder, bar)
+        _, baseline = measure_baseline(config, device, folder, bar)
         if baseline["status"] in ("failed", "stopped"):
             raise UserError(baseline["reason"])
         bar.reset()
         for index, (name, recipe) in enumerate(RECIPES.items(), 1):
-            rung, notes = turn_off_unavailable(long_run(config, changes | recipe), distributed)
+            rung, notes = turn_off_unavailable(time_to_loss.recipe_run(config, changes | recipe), distributed)
+            if rung.batch_warmup_steps and results:
+                rung = match_tokens(rung, results[0]["facts"]["micro_batch_size"], distributed.data_size)
             idle = "; ".join(str(note) for note in notes if note.flag in recipe)
             runs = [dict(status="skipped", reason=idle)] if idle else []
             for seed in () if idle else range(config.seed, config.seed + config.seeds):
                 bar.set_description(f"{name}, seed {seed}")
                 arguments = flags(dataclasses.replace(rung, seed=seed))
-                runs.append(measure(arguments, folder, f"{index:02d}_seed{seed}", ranks, steps, bar))
+                runs.append(measure(arguments, folder, f"{index:02d}_seed{seed}", ranks, rung.max_steps, bar))
                 if runs[-1]["status"] != "done":
                     break  # the other seeds would fail too
             result = next((run for run in runs if run["status"] != "done"), None)
@@ -335,16 +338,6 @@ def climb_to_loss(config):
     print(time_to_loss.sooner(results, baseline))
     print(f"{folder}/ has to_loss.md, to_loss.json, to_loss.png and every run")
     report_failures(results)
-
-
-def long_run(config, changes):
-    """The Config of a recipe's run: some 20 validations, no other evaluations; the warm-up fits into the steps."""
-    off = dict(hellaswag_every=0, sample_every=0, checkpoint_every=0, log_dir=Config.log_dir, run_name=None)
-    off |= dict(ladder=False, rungs="all", val_every=max(1, config.max_steps // 20))
-    off |= dict(val_tokens=min(config.val_tokens, LONG_RUN_VAL_TOKENS))
-    changed = dataclasses.replace(config, **off, **changes)
-    # a high learning rate needs a long warm-up: docs/benchmarks.md, "Recipes"
-    return dataclasses.replace(changed, warmup_steps=min(changed.warmup_steps, int(0.9 * config.max_steps)))
 
 
 # ----------------------------------------------------------------------------------------------------------------------

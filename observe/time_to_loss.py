@@ -1,5 +1,7 @@
 """How many tokens and how much time a run takes to reach a validation loss."""
 
+import dataclasses
+import itertools
 import json
 import math
 import statistics
@@ -10,6 +12,19 @@ from observe.tables import align, markdown_table
 
 COLUMNS = ("rung", "final loss", "tokens", "× before", "× first", "seconds", "× before", "× first")
 WIDTHS = (22, 17, 13, 8, 8, 11, 8, 8)
+VAL_TOKENS = 2621440  # at most, in each of some 20 validations
+# The longest warm-ups, as fractions of the run. A high learning rate needs a long one: docs/benchmarks.md, "Recipes"
+LR_WARMUP, BATCH_WARMUP = 0.9, 0.45
+
+
+def recipe_run(config, changes):
+    """The Config of a recipe's run: some 20 validations, no other evaluations; the warm-ups fit into the steps."""
+    off = dict(hellaswag_every=0, sample_every=0, checkpoint_every=0, log_dir=type(config).log_dir, run_name=None)
+    off |= dict(ladder=False, rungs="all", val_every=max(1, config.max_steps // 20))
+    changed = dataclasses.replace(config, **off | dict(val_tokens=min(config.val_tokens, VAL_TOKENS)) | changes)
+    warmup_steps = min(changed.warmup_steps, int(LR_WARMUP * config.max_steps))
+    batch_warmup_steps = min(changed.batch_warmup_steps, int(BATCH_WARMUP * config.max_steps))
+    return dataclasses.replace(changed, warmup_steps=warmup_steps, batch_warmup_steps=batch_warmup_steps)
 
 
 class Curve(NamedTuple):
@@ -21,18 +36,22 @@ class Curve(NamedTuple):
 
 
 def read_curve(folder):
-    """The Curve of a run's folder. The first steps, which compile, count as the median of the others."""
+    """The Curve of a run's folder. The first steps, which compile, count as long as the median of the others, by
+    token: with a batch warm-up they have fewer tokens."""
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    times = [row["step_ms"] / 1000 for row in rows if "step_ms" in row]
-    usual = statistics.median(times[SETTLING_STEPS:])
-    curve, elapsed, steps = Curve([], [], []), 0.0, 0
+    steps = [row for row in rows if "step_ms" in row]
+    tokens = [row["tokens"] - before for row, before in zip(steps, [0, *(row["tokens"] for row in steps)])]
+    times = [row["step_ms"] / 1000 for row in steps]
+    usual = statistics.median(time / n for time, n in zip(times[SETTLING_STEPS:], tokens[SETTLING_STEPS:]))
+    times[:SETTLING_STEPS] = [usual * n for n in tokens[:SETTLING_STEPS]]
+    curve, elapsed = Curve([], [], []), itertools.accumulate(times, initial=0.0)
+    seconds = next(elapsed)
     for row in rows:
         if "step_ms" in row:
-            elapsed += usual if steps < SETTLING_STEPS else row["step_ms"] / 1000
-            steps += 1
+            seconds = next(elapsed)
         elif "val_loss" in row:
             loss = math.nan if row["val_loss"] is None else row["val_loss"]  # JSON has no NaN
-            for values, value in zip(curve, (row["tokens"], elapsed, loss)):
+            for values, value in zip(curve, (row["tokens"], seconds, loss)):
                 values.append(value)
     return curve
 

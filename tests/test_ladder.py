@@ -72,9 +72,10 @@ def test_the_ladder_of_recipes_climbs(train, tmp_path):
         ("learning rate 1.8e-3", "done"),
         ("linear decay to 0", "done"),
         ("Muon", "done"),
+        ("batch warm-up", "done"),
         ("fp8", "skipped"),
     ]
-    assert "fp8 is off: this is cpu, not an NVIDIA GPU" in results[4]["reason"]
+    assert "fp8 is off: this is cpu, not an NVIDIA GPU" in results[5]["reason"]
     assert [results[i]["facts"]["lr_schedule"] for i in range(4)] == ["cosine", "cosine", "linear", "wsd"]
     assert [results[i]["facts"]["lr"] for i in (1, 2)] == [1.8e-3, 1.8e-3]
     assert results[3]["facts"]["optimizer"] == "muon" and results[3]["facts"]["warmup_steps"] == 7
@@ -82,6 +83,9 @@ def test_the_ladder_of_recipes_climbs(train, tmp_path):
         run = folder / f"{index:02d}_seed1337"
         assert result["finals"] == pytest.approx([logged(run, "val")[-1]], abs=1e-4)
         assert len(logged(run)) == 8 and len(logged(run, "val")) == 9
+    # three steps of one micro-batch and six of two: the tokens of eight steps, to one micro-batch
+    assert [row["tokens"] for row in metrics(folder / "05_seed1337") if "step_ms" in row][1:5:2] == [256, 640]
+    assert len(logged(folder / "05_seed1337")) == 9
     orders = [logged(folder / f"{index:02d}_seed1337")[0] for index in (1, 2, 3, 4)]
     assert orders == [orders[0]] * 4  # the same weights and data
     baseline = json.loads((folder / "00_baseline" / "config.json").read_text())
