@@ -32,8 +32,8 @@ from observe import figures, layouts, time_to_loss
 from observe.figures import describe
 from observe.measure import OUT_OF_MEMORY, SETTLING_STEPS, measure, prepare, report_failures, save
 from observe.tables import COLUMNS, WIDTHS, align, markdown, row, sweep_markdown, uneven_warning, winners
-from optim.recipes import RECIPES
-from optim.schedules import match_tokens
+from optim import schedules
+from optim.recipes import RECIPES, TO_LOSS_DEMO
 from optimizations import RUNGS, turn_off_unavailable
 from parallel.fsdp import is_sharded
 from parallel.memory import choose_micro_batch_size
@@ -86,7 +86,8 @@ def main():
     own = given(spell_switches(LadderConfig, sys.argv))
     is_sweep = "sweep" in own
     base = defaults(sys.argv if is_sweep or own.get("plan") else [*sys.argv, "--ladder"])
-    config = parse(LadderConfig, default=LadderConfig(**vars(base)), hints=HINTS)
+    short = TO_LOSS_DEMO if base.demo and own.get("to_loss") else {}
+    config = parse(LadderConfig, default=LadderConfig(**vars(base) | short), hints=HINTS)
     if config.gpus is not None and not (is_sweep or config.plan):
         raise UserError(f"--gpus {config.gpus} is for --sweep and --plan: leave it out")
     if config.plan and (is_sweep or config.to_loss):
@@ -310,7 +311,8 @@ def climb_to_loss(config):
         for index, (name, recipe) in enumerate(RECIPES.items(), 1):
             rung, notes = turn_off_unavailable(time_to_loss.recipe_run(config, changes | recipe), distributed)
             if rung.batch_warmup_steps and results:
-                rung = match_tokens(rung, results[0]["facts"]["micro_batch_size"], distributed.data_size)
+                rung = schedules.match_tokens(rung, results[0]["facts"]["micro_batch_size"], distributed.data_size)
+                schedules.check_flags(rung, distributed, notes)
             idle = "; ".join(str(note) for note in notes if note.flag in recipe)
             runs = [dict(status="skipped", reason=idle)] if idle else []
             for seed in () if idle else range(config.seed, config.seed + config.seeds):

@@ -29,6 +29,9 @@ TINY = dict(
 # The defaults with --demo
 DEMO = dict(TINY, demo=True, data_dir="demo_data")
 
+# The defaults of `ladder.py --to_loss --demo`: about ten minutes on two CPU cores
+TO_LOSS_DEMO = dict(max_steps=40, val_tokens=4096, seeds=2, micro_batch_size=2)
+
 
 def bring(flags):
     """The defaults that --demo, --model tiny and --optimizer muon bring. flags: {name: value}."""
