@@ -24,12 +24,12 @@ from common.cli import ROOT
 
 LIMIT = 480  # seconds without a new collective. NCCL ends the job after 10 minutes, in the first group after 30.
 ANSWER = 10  # seconds that a rank has to answer an alert
-ALERT = "hang"  # key in the store
+ALERT = "hang"  # key in the store, with the number of reports before
 
 
 @contextlib.contextmanager
 def watch(folder, distributed):
-    """Watch for a hang inside this context, once. folder: the run's, which gets a folder `hang`. One rank cannot hang.
+    """Watch for hangs inside this context. folder: the run's, which gets a folder `hang`. One rank cannot hang.
 
     The thread answers unless this rank's process is stopped, or a library keeps Python's global interpreter lock.
     """
@@ -50,22 +50,26 @@ def watch(folder, distributed):
 
 def watch_collectives(folder, rank, world_size, store, done):
     """Report a hang if no default-group collective starts for LIMIT seconds, or another rank alerts."""
-    number, since = None, time.monotonic()
+    number, since, reports = None, time.monotonic(), 0
     while not done.wait(min(10, LIMIT / 20)):
         begun = dist.group.WORLD._get_sequence_number_for_group()
         if begun != number:
             number, since = begun, time.monotonic()
         try:
             if time.monotonic() - since > LIMIT:
-                store.set(ALERT, "")
-            if store.check([ALERT]):
-                return report(folder, rank, world_size, store)
+                store.set(f"{ALERT} {reports}", "")
+            if store.check([f"{ALERT} {reports}"]):
+                report(folder, rank, world_size, store, f"{ALERT} {reports}")
+                since, reports = time.monotonic(), reports + 1  # a rank that only waited for a disk goes on
         except dist.DistError:
             return  # the store's host has ended, and with it the job
 
 
-def report(folder, rank, world_size, store):
-    """Write this rank's stacks and flight recorder. The lowest rank that answers prints what the ranks' answers say."""
+def report(folder, rank, world_size, store, alert):
+    """Write this rank's stacks and flight recorder. The lowest rank that answers prints what the ranks' answers say.
+
+    alert: the alert's key in the store; those of the answers begin with it.
+    """
     trace = dump_flight_recorder()
     answer = dict(groups=last_collectives(pickle.loads(trace)["entries"]), where=where())
     try:
@@ -75,8 +79,8 @@ def report(folder, rank, world_size, store):
         (folder / f"flight_recorder_rank_{rank}").write_bytes(trace)
     except OSError as error:
         print(f"rank {rank}: cannot write {folder} ({error.strerror})")
-    store.set(f"{ALERT} {rank}", json.dumps(answer))
-    keys = {other: f"{ALERT} {other}" for other in range(world_size)}
+    store.set(f"{alert} {rank}", json.dumps(answer))
+    keys = {other: f"{alert} {other}" for other in range(world_size)}
     until = time.monotonic() + ANSWER
     while time.monotonic() < until and not store.check(list(keys.values())):
         time.sleep(0.1)
