@@ -29,8 +29,8 @@ TINY = dict(
 # The defaults with --demo
 DEMO = dict(TINY, demo=True, data_dir="demo_data")
 
-# The defaults of `ladder.py --to_loss --demo`: about ten minutes on two CPU cores
-TO_LOSS_DEMO = dict(max_steps=40, val_tokens=4096, seeds=2, micro_batch_size=2)
+# The defaults of `ladder.py --to_loss --demo`, about ten minutes on two CPU cores: it begins with GPT-3's learning rate
+TO_LOSS_DEMO = dict(lr=6e-4, max_steps=40, val_tokens=4096, seeds=2, micro_batch_size=2)
 
 
 def bring(flags):
