@@ -85,7 +85,9 @@ def test_fused_adamw_is_adamw():
         assert not torch.equal(weight, start[name])
 
 
-@pytest.mark.parametrize("flags", [{}, dict(fused_adamw=False), dict(adamw_states="int8")], ids=str)
+@pytest.mark.parametrize(
+    "flags", [{}, dict(fused_adamw=False), dict(adamw_states="bf16"), dict(adamw_states="int8")], ids=str
+)
 @pytest.mark.parametrize("scaled", [True, False])
 @pytest.mark.parametrize("name", ["adamw", "muon"])
 def test_a_bad_step_changes_nothing(name, flags, scaled):
