@@ -294,13 +294,15 @@ def climb_to_loss(config):
         raise UserError(f"--seeds {config.seeds}: it must be at least 1")
     if config.max_steps <= SETTLING_STEPS:
         raise UserError(f"--max_steps {config.max_steps}: the first {SETTLING_STEPS} steps only warm up; use more")
-    if config.optimizer != Config.optimizer or config.fp8:
-        raise UserError("--to_loss turns Muon and fp8 on itself: leave out --optimizer and --fp8")
+    if config.optimizer != Config.optimizer or config.fp8 or config.batch_warmup_steps:
+        own = "--optimizer, --fp8 and --batch_warmup_steps"
+        raise UserError(f"--to_loss turns Muon, fp8 and the batch warm-up on itself: leave out {own}")
     check(config)
     folder = prepare(config.log_dir, config.run_name, "to_loss")
     print(f"results: {folder}/\n{time_to_loss.head()}")
     steps, ranks = config.max_steps, count_devices(config)
-    device, splits = torch.device(choose_device_type(config.device)), (config.tensor, config.context, config.pipeline)
+    device = torch.device(choose_device_type(config.device))
+    splits = (config.tensor, config.context, config.pipeline) if ranks > 1 else ()  # one rank: they are turned off
     distributed = Distributed(0, ranks, device, *splits)
     results, curves, changes, target = [], {}, {}, config.target_loss
     with tqdm(total=len(RECIPES) * config.seeds * steps, unit="step", leave=False, disable=None) as bar:
@@ -310,7 +312,7 @@ def climb_to_loss(config):
         bar.reset()
         for index, (name, recipe) in enumerate(RECIPES.items(), 1):
             rung, notes = turn_off_unavailable(time_to_loss.recipe_run(config, changes | recipe), distributed)
-            if rung.batch_warmup_steps and results:
+            if rung.batch_warmup_steps:
                 rung = schedules.match_tokens(rung, results[0]["facts"]["micro_batch_size"], distributed.data_size)
                 schedules.check_flags(rung, distributed, notes)
             idle = "; ".join(str(note) for note in notes if note.flag in recipe)

@@ -31,7 +31,7 @@ class LowMemoryAdamW(torch.optim.Optimizer):
         """states: "bf16" or "int8". compiled: one kernel for each weight, by torch.compile."""
         super().__init__(groups, dict(lr=lr, betas=betas, eps=eps, fused=True))  # fused: it reads found_inf
         self.update = torch.compile(update) if compiled else update
-        device = self.param_groups[0]["params"][0].device
+        device = next(weight for group in self.param_groups for weight in group["params"]).device
         self.never = torch.zeros((), device=device)
         self.tables = {}
         if states == "int8":
@@ -48,6 +48,7 @@ class LowMemoryAdamW(torch.optim.Optimizer):
         host does not wait for it, and launches the updates while the GPU computes the gradients.
         """
         found_inf = getattr(self, "found_inf", self.never)
+        skip = found_inf > 0
         for group in filter(lambda group: group["params"], self.param_groups):
             states = [self.state[weight] for weight in group["params"]]
             torch._foreach_add_([state["step"] for state in states], 1 - found_inf)
@@ -63,7 +64,7 @@ class LowMemoryAdamW(torch.optim.Optimizer):
                     local(weight.grad).reshape(-1, block),
                     {key: value.view(-1, 1 if key.endswith("scales") else block) for key, value in moments.items()},
                     self.tables,
-                    found_inf > 0,
+                    skip,
                     decay,
                     rate,
                     correction,

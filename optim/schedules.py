@@ -49,7 +49,9 @@ def accumulation_steps(step, config, data_size):
 
 
 def match_tokens(config, micro_batch_size, data_size):
-    """config with as many steps as a growing batch needs for the tokens of config.max_steps full batches."""
+    """config with max_steps raised so that its growing batches read the tokens of config.max_steps full batches,
+    at most one batch fewer.
+    """
     config = dataclasses.replace(config, micro_batch_size=micro_batch_size)
     left = config.max_steps * accumulation_steps(config.batch_warmup_steps, config, data_size)
     steps = 0
