@@ -30,7 +30,7 @@ from config import GROUPS, Config, defaults, flags
 from data.shards import open_shards
 from observe import figures, layouts, time_to_loss
 from observe.figures import describe
-from observe.measure import OUT_OF_MEMORY, SETTLING_STEPS, measure, prepare, report_failures, save
+from observe.measure import OUT_OF_MEMORY, SETTLING_STEPS, measure, plain, prepare, report_failures, save
 from observe.tables import COLUMNS, WIDTHS, align, markdown, row, sweep_markdown, uneven_warning, winners
 from optim import schedules
 from optim.recipes import RECIPES, TO_LOSS_DEMO
@@ -86,8 +86,10 @@ def main():
     own = given(spell_switches(LadderConfig, sys.argv))
     is_sweep = "sweep" in own
     base = defaults(sys.argv if is_sweep or own.get("plan") else [*sys.argv, "--ladder"])
-    short = TO_LOSS_DEMO if base.demo and own.get("to_loss") else {}
-    config = parse(LadderConfig, default=LadderConfig(**vars(base) | short), hints=HINTS)
+    # flags of a file or a run go before the demo's
+    is_demo = base.demo and own.get("to_loss") and not {"config", "resume"} & own.keys()
+    default = LadderConfig(**vars(base) | (TO_LOSS_DEMO if is_demo else {}))
+    config = parse(LadderConfig, default=default, hints=HINTS)
     if config.gpus is not None and not (is_sweep or config.plan):
         raise UserError(f"--gpus {config.gpus} is for --sweep and --plan: leave it out")
     if config.plan and (is_sweep or config.to_loss):
@@ -114,9 +116,7 @@ def check(config):
 def short_run(config):
     """The arguments of train_gpt2.py for a measurement."""
     off = dict.fromkeys((*EVALUATIONS, "batch_warmup_steps"), 0)
-    off |= dict(ladder=False, rungs="all", ladder_steps=Config.ladder_steps)
-    off |= dict(log_dir=Config.log_dir, run_name=None, wandb_group=None)
-    return flags(dataclasses.replace(config, **off, max_steps=SETTLING_STEPS + config.ladder_steps))
+    return flags(dataclasses.replace(plain(config), **off, max_steps=SETTLING_STEPS + config.ladder_steps))
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ from common.cli import ROOT
 
 LIMIT = 480  # seconds without a new collective. NCCL ends the job after 10 minutes, in the first group after 30.
 ANSWER = 10  # seconds that a rank has to answer an alert
-ALERT = "hang"  # key in the store, with the number of reports before
+ALERT = "hang"  # prefix of the keys in the store; the number of the report follows
 
 
 @contextlib.contextmanager
@@ -55,12 +55,13 @@ def watch_collectives(folder, rank, world_size, store, done):
         begun = dist.group.WORLD._get_sequence_number_for_group()
         if begun != number:
             number, since = begun, time.monotonic()
+        alert = f"{ALERT} {reports}"
         try:
             if time.monotonic() - since > LIMIT:
-                store.set(f"{ALERT} {reports}", "")
-            if store.check([f"{ALERT} {reports}"]):
-                report(folder, rank, world_size, store, f"{ALERT} {reports}")
-                since, reports = time.monotonic(), reports + 1  # a rank that only waited for a disk goes on
+                store.set(alert, "")
+            if store.check([alert]):
+                report(folder, rank, world_size, store, alert)
+                since, reports = time.monotonic(), reports + 1  # after a slow checkpoint training continues
         except dist.DistError:
             return  # the store's host has ended, and with it the job
 
@@ -68,7 +69,7 @@ def watch_collectives(folder, rank, world_size, store, done):
 def report(folder, rank, world_size, store, alert):
     """Write this rank's stacks and flight recorder. The lowest rank that answers prints what the ranks' answers say.
 
-    alert: the alert's key in the store; those of the answers begin with it.
+    alert: the alert's key in the store, and the prefix of the answers' keys.
     """
     trace = dump_flight_recorder()
     answer = dict(groups=last_collectives(pickle.loads(trace)["entries"]), where=where())

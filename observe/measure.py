@@ -3,6 +3,7 @@
 A child process inherits no memory, compiled graphs or settings from the measurement before it.
 """
 
+import dataclasses
 import json
 import os
 import re
@@ -25,6 +26,12 @@ TORCHRUN = re.compile(
     r"(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)$|ROLE_NAME$|MASTER_(ADDR|PORT)$|TORCHELASTIC_|TORCH_NCCL_ASYNC_ERROR"
 )
 SCRIPT = Path(__file__).parent.parent / "train_gpt2.py"
+
+
+def plain(config):
+    """config without the flags that measure() sets and those of the ladder: they have their defaults."""
+    own = "ladder rungs ladder_steps log_dir run_name wandb_group".split()
+    return dataclasses.replace(config, **{name: getattr(type(config), name) for name in own})
 
 
 def measure(arguments, folder, name, ranks, steps, bar):

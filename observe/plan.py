@@ -5,17 +5,9 @@ from common.cli import Note, python_command
 from observe import evaluation
 from observe.hardware import peak_memory
 from observe.step_memory import describe_memory
-from optim.schedules import accumulation_steps
+from optim.schedules import accumulation_steps, tokens_to_train
 from parallel import pipeline
 from parallel.memory import data_ranks
-
-
-def tokens_to_train(config, step, data_size):
-    """Tokens of the steps from `step` to max_steps. Steps of the batch warm-up have fewer than the others."""
-    full_batch = max(step, min(config.batch_warmup_steps, config.max_steps))  # the first step with the full batch
-    micro_steps = sum(accumulation_steps(s, config, data_size) for s in range(step, full_batch))
-    micro_steps += max(0, config.max_steps - full_batch) * accumulation_steps(full_batch, config, data_size)
-    return micro_steps * config.micro_batch_size * config.seq_len * data_size
 
 
 def print_plan(trainer, notes, start, train_stream, val_stream, hellaswag, log, switches):

@@ -1,27 +1,26 @@
 """How many tokens and how much time a run takes to reach a validation loss."""
 
 import dataclasses
-import itertools
 import json
 import math
 import statistics
 from typing import NamedTuple
 
-from observe.measure import SETTLING_STEPS
+from observe.measure import SETTLING_STEPS, plain
 from observe.tables import align, markdown_table
 
 COLUMNS = ("rung", "final loss", "tokens", "× before", "× first", "seconds", "× before", "× first")
 WIDTHS = (22, 17, 13, 8, 8, 11, 8, 8)
 VAL_TOKENS = 2621440  # at most, in each of some 20 validations
-# The longest warm-ups, as fractions of the run. A high learning rate needs a long one: docs/benchmarks.md, "Recipes"
+# Each warm-up's largest fraction of max_steps. A high learning rate needs a long one: docs/benchmarks.md, "Recipes"
 LR_WARMUP, BATCH_WARMUP = 0.9, 0.45
 
 
 def recipe_run(config, changes):
     """The Config of a recipe's run: some 20 validations, no other evaluations; the warm-ups fit into the steps."""
-    off = dict(hellaswag_every=0, sample_every=0, checkpoint_every=0, log_dir=type(config).log_dir, run_name=None)
-    off |= dict(ladder=False, rungs="all", val_every=max(1, config.max_steps // 20))
-    changed = dataclasses.replace(config, **off | dict(val_tokens=min(config.val_tokens, VAL_TOKENS)) | changes)
+    own = dict(hellaswag_every=0, sample_every=0, checkpoint_every=0, val_every=max(1, config.max_steps // 20))
+    own |= dict(val_tokens=min(config.val_tokens, VAL_TOKENS), **changes)
+    changed = dataclasses.replace(plain(config), **own)
     warmup_steps = min(changed.warmup_steps, int(LR_WARMUP * config.max_steps))
     batch_warmup_steps = min(changed.batch_warmup_steps, int(BATCH_WARMUP * config.max_steps))
     return dataclasses.replace(changed, warmup_steps=warmup_steps, batch_warmup_steps=batch_warmup_steps)
@@ -36,19 +35,18 @@ class Curve(NamedTuple):
 
 
 def read_curve(folder):
-    """The Curve of a run's folder. The first steps, which compile, count as long as the median of the others, by
-    token: with a batch warm-up they have fewer tokens."""
+    """The Curve of a run's folder. The first steps include compilation: their time is their tokens times the median
+    time per token of the others."""
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     steps = [row for row in rows if "step_ms" in row]
-    tokens = [row["tokens"] - before for row, before in zip(steps, [0, *(row["tokens"] for row in steps)])]
-    times = [row["step_ms"] / 1000 for row in steps]
-    usual = statistics.median(time / n for time, n in zip(times[SETTLING_STEPS:], tokens[SETTLING_STEPS:]))
-    times[:SETTLING_STEPS] = [usual * n for n in tokens[:SETTLING_STEPS]]
-    curve, elapsed = Curve([], [], []), itertools.accumulate(times, initial=0.0)
-    seconds = next(elapsed)
+    sizes = [row["tokens"] - before for row, before in zip(steps, [0, *(row["tokens"] for row in steps)])]
+    usual = statistics.median(row["step_ms"] / n for row, n in list(zip(steps, sizes))[SETTLING_STEPS:])
+    for row, n in zip(steps[:SETTLING_STEPS], sizes):
+        row["step_ms"] = usual * n
+    curve, seconds = Curve([], [], []), 0.0
     for row in rows:
         if "step_ms" in row:
-            seconds = next(elapsed)
+            seconds += row["step_ms"] / 1000
         elif "val_loss" in row:
             loss = math.nan if row["val_loss"] is None else row["val_loss"]  # JSON has no NaN
             for values, value in zip(curve, (row["tokens"], seconds, loss)):

@@ -29,10 +29,10 @@ class LowMemoryAdamW(torch.optim.Optimizer):
 
     def __init__(self, groups, states, compiled, lr, betas, eps):
         """states: "bf16" or "int8". compiled: one kernel for each weight, by torch.compile."""
-        super().__init__(groups, dict(lr=lr, betas=betas, eps=eps, fused=True))  # fused: it reads found_inf
+        super().__init__(groups, dict(lr=lr, betas=betas, eps=eps, fused=True))
         self.update = torch.compile(update) if compiled else update
         device = next(weight for group in self.param_groups for weight in group["params"]).device
-        self.never = torch.zeros((), device=device)
+        self.found_inf = torch.zeros((), device=device)  # set by update_if_finite and Muon, since `fused` is True
         self.tables = {}
         if states == "int8":
             self.tables = dict(exp_avg=levels(device, signed=True), exp_avg_sq=levels(device, signed=False))
@@ -44,14 +44,13 @@ class LowMemoryAdamW(torch.optim.Optimizer):
     def step(self, closure=None):
         """One update of all parameters.
 
-        As with PyTorch's fused AdamW, nothing changes if the attribute found_inf, a scalar on the device, is 1: the
-        host does not wait for it, and launches the updates while the GPU computes the gradients.
+        If found_inf, a scalar on the device, is 1, nothing changes, as in PyTorch's fused AdamW. The host never reads
+        it, and launches the updates while the GPU computes the gradients.
         """
-        found_inf = getattr(self, "found_inf", self.never)
-        skip = found_inf > 0
+        skip = self.found_inf > 0
         for group in filter(lambda group: group["params"], self.param_groups):
             states = [self.state[weight] for weight in group["params"]]
-            torch._foreach_add_([state["step"] for state in states], 1 - found_inf)
+            torch._foreach_add_([state["step"] for state in states], 1 - self.found_inf)
             steps, (beta1, beta2) = states[0]["step"], group["betas"]  # the same for all weights
             # numbers that change every step are tensors: torch.compile would compile each value anew
             decay = torch.tensor(1 - group["lr"] * group["weight_decay"])

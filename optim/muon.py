@@ -43,8 +43,8 @@ class Muon(torch.optim.Optimizer):
 
     def __init__(self, groups, adamw, momentum=0.95, coefficients=COEFFICIENTS):
         """groups: dictionaries with params (matrices of one shape), lr, weight_decay, and parts: the number of
-        matrices, one above the other, that each parameter consists of. adamw: the AdamW for the rest; if it is fused,
-        both read found_inf."""
+        matrices, one above the other, that each parameter consists of. adamw: the AdamW for the rest; if its
+        default `fused` is True, both read found_inf."""
         super().__init__(groups, dict(momentum=momentum, coefficients=coefficients, fused=adamw.defaults["fused"]))
         self.matrices = list(self.param_groups)
         self.adamw = adamw

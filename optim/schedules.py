@@ -48,13 +48,18 @@ def accumulation_steps(step, config, data_size):
     return 1 + (full - 1) * step // config.batch_warmup_steps
 
 
+def tokens_to_train(config, step, data_size):
+    """Tokens of the steps from `step` to max_steps. Steps of the batch warm-up have fewer than the others."""
+    full_batch = max(step, min(config.batch_warmup_steps, config.max_steps))  # the first step with the full batch
+    micro_steps = sum(accumulation_steps(s, config, data_size) for s in range(step, full_batch))
+    micro_steps += max(0, config.max_steps - full_batch) * accumulation_steps(full_batch, config, data_size)
+    return micro_steps * config.micro_batch_size * config.seq_len * data_size
+
+
 def match_tokens(config, micro_batch_size, data_size):
     """config with max_steps raised so that its growing batches read the tokens of config.max_steps full batches,
     at most one batch fewer.
     """
     config = dataclasses.replace(config, micro_batch_size=micro_batch_size)
-    left = config.max_steps * accumulation_steps(config.batch_warmup_steps, config, data_size)
-    steps = 0
-    while (left := left - accumulation_steps(steps, config, data_size)) >= 0:
-        steps += 1
-    return dataclasses.replace(config, max_steps=steps)
+    missing = config.max_steps * config.total_batch_size - tokens_to_train(config, 0, data_size)
+    return dataclasses.replace(config, max_steps=config.max_steps + missing // config.total_batch_size)

@@ -167,8 +167,9 @@ def test_bad_ladders_end_in_one_line(train, command, tmp_path):
     done = train("sweep", "--sweep", "flash=on,perhaps", fails=True, script="ladder.py")
     expect_error(done, "--sweep flash=on,perhaps", "--flash perhaps: it must be on or off")
     expect_error(train("x", "--to_loss", fails=True, script="ladder.py"), "--max_steps 3: the first 5 steps")
-    done = train("x", "--to_loss", "--max_steps", 9, "--optimizer", "muon", fails=True, script="ladder.py")
-    expect_error(done, "leave out --optimizer")
+    for own in (("--optimizer", "muon"), ("--batch_warmup_steps", 3)):
+        done = train("x", "--to_loss", "--max_steps", 9, *own, fails=True, script="ladder.py")
+        expect_error(done, "leave out --optimizer, --fp8 and --batch_warmup_steps")
     expect_error(train("x", "--sweep", fails=True, script="ladder.py"), "--sweep needs at least one flag")
     expect_error(train("x", "--gpus", 2, fails=True, script="ladder.py"), "--gpus 2", "--sweep")
     expect_error(train("x", "--rungs", "flash", fails=True), "--rungs", "--ladder")

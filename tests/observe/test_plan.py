@@ -7,10 +7,10 @@ from common.cli import python_command
 from config import Config
 from model import GPT, GPTConfig
 from observe import evaluation
-from observe.plan import print_plan, print_summary, tokens_to_train
+from observe.plan import print_plan, print_summary
 from observe.ranks import RankMonitor
 from observe.run_log import RunLog
-from optim.schedules import accumulation_steps
+from optim.schedules import accumulation_steps, tokens_to_train
 from optimizations import Note
 from parallel.process_group import Distributed
 

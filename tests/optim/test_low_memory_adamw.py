@@ -105,6 +105,16 @@ def test_a_small_gradient_beside_a_large_one_takes_steps_of_the_learning_rate():
         assert (holder.weight - before).abs().max() < 3e-3
 
 
+def test_a_group_may_be_empty():
+    """With Muon a stage of --pipeline may have vectors alone for AdamW."""
+    layer = torch.nn.LayerNorm(8)
+    optimizer = make_optimizer(layer, Config(lr=0.01, adamw_states="int8", compile=False))
+    assert [len(group["params"]) for group in optimizer.param_groups] == [0, 2]
+    layer.weight.grad, layer.bias.grad = torch.ones(8), torch.ones(8)
+    optimizer.step()
+    torch.testing.assert_close(layer.weight.detach(), torch.full((8,), 0.99))
+
+
 def test_the_state_is_as_small_as_said():
     for width in (16, 64):
         for states, expected in (("float32", 8), ("bf16", 4), ("int8", 2 + 8 / width)):
