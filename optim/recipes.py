@@ -47,5 +47,5 @@ RECIPES = {
     "linear decay to 0": dict(lr_schedule="linear", min_lr_ratio=0.0),
     "Muon": MUON,
     "batch warm-up": dict(batch_warmup_steps=8000),  # 2 billion tokens, GPT-3: 4 to 12; a short run: fewer
-    "fp8": dict(fp8=True),
+    "fp8, also in the head": dict(fp8=True, fp8_head=True),
 }
