@@ -73,7 +73,7 @@ def test_the_ladder_of_recipes_climbs(train, tmp_path):
         ("linear decay to 0", "done"),
         ("Muon", "done"),
         ("batch warm-up", "done"),
-        ("fp8", "skipped"),
+        ("fp8, also in the head", "skipped"),
     ]
     assert "fp8 is off: this is cpu, not an NVIDIA GPU" in results[5]["reason"]
     assert [results[i]["facts"]["lr_schedule"] for i in range(4)] == ["cosine", "cosine", "linear", "wsd"]

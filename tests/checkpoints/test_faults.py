@@ -131,7 +131,7 @@ def test_resumed_it_is_the_same_run(train, ranks, flags):
 
 def test_resumed_with_other_micro_batches_and_ranks(train):
     drop = "--checkpoint_every --max_steps --micro_batch_size"
-    arguments = ("--checkpoint_every", 3, "--max_steps", 9)
+    arguments = (*MUON, "--checkpoint_every", 3, "--max_steps", 9)
     whole = train("whole", *arguments, "--micro_batch_size", 4, drop=drop)
     source = ("--resume", whole / "checkpoint_000003")
     for name, ranks, size in (("smaller", 1, 2), ("wider", 2, 4)):
@@ -235,7 +235,7 @@ def test_a_second_ctrl_c_ends_at_once(pause, code):
 
 def test_a_full_disk_leaves_the_checkpoint_before(tmp_path, corpus, train):
     """No file may grow beyond a size that the logs stay below and the optimizer's state does not."""
-    whole = train("whole", *EVERY_3, "--max_steps", 7, drop="--checkpoint_every --val_every --max_steps")
+    whole = train("whole", *MUON, *EVERY_3, "--max_steps", 7, drop="--checkpoint_every --val_every --max_steps")
     run = tmp_path / "log" / "full"
     shutil.copytree(whole, run)
     for step in (6, 7):
@@ -251,7 +251,7 @@ def test_a_full_disk_leaves_the_checkpoint_before(tmp_path, corpus, train):
 
     def train_limited(name):
         drop = "--checkpoint_every --val_every --max_steps"
-        return train(name, *EVERY_3, "--max_steps", 7, drop=drop, script=script, fails=True)
+        return train(name, *MUON, *EVERY_3, "--max_steps", 7, drop=drop, script=script, fails=True)
 
     done = train_limited("full")
     expect_error(done, "step 7 is not saved", "newest checkpoint is log/full/checkpoint_000003", "continues")
@@ -262,13 +262,13 @@ def test_a_full_disk_leaves_the_checkpoint_before(tmp_path, corpus, train):
     done = train_limited("new")
     expect_error(done, "step 7 is not saved", "there is no checkpoint", "starts over")
     assert done.stdout.count("the checkpoint was not written") == 3
-    again = train("new", *EVERY_3, "--max_steps", 7, drop="--checkpoint_every --val_every --max_steps")
+    again = train("new", *MUON, *EVERY_3, "--max_steps", 7, drop="--checkpoint_every --val_every --max_steps")
     same(again, whole, 7)
 
 
 def test_a_run_whose_folder_is_deleted_goes_on(tmp_path, corpus):
     """And keeps its last checkpoint, with which it can be continued."""
-    flags = [*longer(300), "--data_dir", str(corpus), "--run_name", "deleted", *map(str, EVERY_3)]
+    flags = [*longer(300), "--data_dir", str(corpus), "--run_name", "deleted", *MUON, *map(str, EVERY_3)]
     process, output, errors = fork(tmp_path, flags)
     run = tmp_path / "log" / "deleted"
     wait_until(lambda: list(run.glob("checkpoint_??????")), process, errors)
@@ -288,8 +288,10 @@ def test_a_run_whose_folder_is_deleted_goes_on(tmp_path, corpus):
 
 
 def test_a_rank_that_dies_is_replaced(tmp_path, corpus, train):
-    whole = train("whole", *EVERY_3, "--max_steps", 24, ranks=2, drop="--checkpoint_every --val_every --max_steps")
-    process = start(tmp_path, "restarted", steps=24, ranks=2, launcher=["--max-restarts=4"])
+    whole = train(
+        "whole", *MUON, *EVERY_3, "--max_steps", 24, ranks=2, drop="--checkpoint_every --val_every --max_steps"
+    )
+    process = start(tmp_path, "restarted", *MUON, steps=24, ranks=2, launcher=["--max-restarts=4"])
     os.kill(children(process)[0], signal.SIGKILL)
     out, err = process.communicate(timeout=120)
     assert process.returncode == 0, err
@@ -298,7 +300,7 @@ def test_a_rank_that_dies_is_replaced(tmp_path, corpus, train):
 
 
 def test_a_rank_that_dies_ends_the_others(tmp_path, corpus):
-    process = start(tmp_path, "died", steps=5000, ranks=2)
+    process = start(tmp_path, "died", *MUON, steps=5000, ranks=2)
     os.kill(children(process)[1], signal.SIGKILL)
     began = time.monotonic()
     process.communicate(timeout=90)
