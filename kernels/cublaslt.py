@@ -16,8 +16,7 @@ from ctypes import byref, c_float, c_int, c_int8, c_int32, c_int64, c_size_t, c_
 import torch
 
 # Constants of library_types.h and cublasLt.h
-TYPES = {torch.float32: 0, torch.float16: 2, torch.bfloat16: 14}  # cudaDataType_t
-TYPES |= {torch.float8_e4m3fn: 28, torch.float8_e5m2: 29}
+TYPES = {torch.float32: 0, torch.float16: 2, torch.bfloat16: 14, torch.float8_e4m3fn: 28}  # cudaDataType_t
 COMPUTE_32F = 68  # cublasComputeType_t
 TRANSA, TRANSB, EPILOGUE, BIAS_POINTER, AUX_POINTER, AUX_LD = 3, 4, 7, 8, 11, 12  # cublasLtMatmulDescAttributes_t
 A_SCALE_POINTER, B_SCALE_POINTER, FAST_ACCUM, BIAS_DATA_TYPE = 17, 18, 25, 26

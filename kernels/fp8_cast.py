@@ -1,6 +1,4 @@
-"""Triton kernels that cast to float8: plain, after GELU with its bias, and after the gradient of GELU.
-
-Their results are float8_e4m3fn. store_quads and pack_float8 also write float8_e5m2, for kernels/fp8_head.py.
+"""Triton kernels that cast to float8_e4m3fn: plain, after GELU with its bias, and after the gradient of GELU.
 
 Each kernel reads its input once and writes the float8 matrix twice, row-major and transposed: fp8 GEMMs need both (see
 kernels/fp8.py). It also records the amax, the largest absolute value before scaling, and where asked the column sums,
@@ -69,9 +67,9 @@ def gelu_backward(h, bias, da, scale, amax):
     return (dh8, dh8_t), sums.sum(0)
 
 
-def empty_float8_pair(x, dtype=torch.float8_e4m3fn):
+def empty_float8_pair(x):
     """Uninitialized float8 tensors for a matrix x (N, C) and for its transpose (C, N)."""
-    return tuple(torch.empty(size, dtype=dtype, device=x.device) for size in (x.shape, x.shape[::-1]))
+    return tuple(torch.empty(size, dtype=torch.float8_e4m3fn, device=x.device) for size in (x.shape, x.shape[::-1]))
 
 
 def as_words(x):
@@ -162,13 +160,11 @@ def store_quads(a, b, c, d, out, out_t, scale, amax, quad, column, N, N_quads, C
         largest = tl.maximum(tl.maximum(tl.abs(a), tl.abs(b)), tl.maximum(tl.abs(c), tl.abs(d)))
         tl.atomic_max(amax, tl.max(largest), sem="relaxed")
     inverse = 1 / tl.load(scale)
-    E5M2: tl.constexpr = out.dtype.element_ty == tl.float8e5
-    LARGEST: tl.constexpr = 57344.0 if E5M2 else 448.0  # values beyond it saturate
-    a = tl.clamp(a * inverse, -LARGEST, LARGEST)
-    b = tl.clamp(b * inverse, -LARGEST, LARGEST)
-    c = tl.clamp(c * inverse, -LARGEST, LARGEST)
-    d = tl.clamp(d * inverse, -LARGEST, LARGEST)
-    words = pack_float8(a, b, c, d, E5M2)
+    a = tl.clamp(a * inverse, -448.0, 448.0)  # float8_e4m3fn's largest value; values beyond it saturate
+    b = tl.clamp(b * inverse, -448.0, 448.0)
+    c = tl.clamp(c * inverse, -448.0, 448.0)
+    d = tl.clamp(d * inverse, -448.0, 448.0)
+    words = pack_float8(a, b, c, d)
     pointers = out + quad.to(tl.int64)[:, None] * (4 * C) + column[None, :]
     row, inside = (4 * quad)[:, None], (column < C)[None, :]
     tl.store(pointers, a.to(out.dtype.element_ty), mask=inside & (row < N))
@@ -180,27 +176,19 @@ def store_quads(a, b, c, d, out, out_t, scale, amax, quad, column, N, N_quads, C
 
 
 @triton.jit
-def pack_float8(a, b, c, d, E5M2: tl.constexpr):
+def pack_float8(a, b, c, d):
     """Cast four values to float8 and pack them into one 32-bit word, the first value in the lowest byte.
 
     Triton code for this would use the results of store_quads' casts a second time, and ptxas 12.8 then mixes up the
     halves of the registers that hold them. PTX casts anew.
     """
     if INTERPRETED:
-        float8: tl.constexpr = tl.float8e5 if E5M2 else tl.float8e4nv
-        word = a.to(float8).to(tl.uint8, bitcast=True).to(tl.int32)
-        word |= b.to(float8).to(tl.uint8, bitcast=True).to(tl.int32) << 8
-        word |= c.to(float8).to(tl.uint8, bitcast=True).to(tl.int32) << 16
-        return word | (d.to(float8).to(tl.uint8, bitcast=True).to(tl.int32) << 24)
+        word = a.to(tl.float8e4nv).to(tl.uint8, bitcast=True).to(tl.int32)
+        word |= b.to(tl.float8e4nv).to(tl.uint8, bitcast=True).to(tl.int32) << 8
+        word |= c.to(tl.float8e4nv).to(tl.uint8, bitcast=True).to(tl.int32) << 16
+        return word | (d.to(tl.float8e4nv).to(tl.uint8, bitcast=True).to(tl.int32) << 24)
     return tl.inline_asm_elementwise(
         """{
-        .reg .b16 low, high;
-        cvt.rn.satfinite.e5m2x2.f32 low, $2, $1;
-        cvt.rn.satfinite.e5m2x2.f32 high, $4, $3;
-        mov.b32 $0, {low, high};
-        }"""
-        if E5M2
-        else """{
         .reg .b16 low, high;
         cvt.rn.satfinite.e4m3x2.f32 low, $2, $1;
         cvt.rn.satfinite.e4m3x2.f32 high, $4, $3;

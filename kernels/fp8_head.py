@@ -21,7 +21,6 @@ from kernels.cross_entropy import IGNORE_INDEX, LOGIT_ROWS, cross_entropy_, save
 from kernels.fp8 import FP8_MAX, float8_gemm
 
 QUADS, COLUMNS = fp8_cast.QUADS, fp8_cast.COLUMNS
-SOFTMAX_DTYPE = torch.float8_e4m3fn
 
 
 def fp8_cross_entropy(x, weight, targets, vocab_size):
@@ -44,7 +43,7 @@ def summed_cross_entropy(
     x (N, C) bf16, weight (V_padded, C), targets (N,) int64. Each gradient has the shape and dtype of its tensor.
     """
     x_scale, weight_scale = (amax(tensor) / FP8_MAX for tensor in (x, weight))
-    softmax_scale = torch.full((), 1 / torch.finfo(SOFTMAX_DTYPE).max, device=x.device)
+    softmax_scale = torch.full((), 1 / FP8_MAX, device=x.device)
     weight8, weight8_t = fp8_cast.quantize(weight, weight_scale)[:2]
     dx = torch.empty_like(x)
     dweight = torch.zeros_like(weight, dtype=torch.float32)
@@ -94,7 +93,7 @@ def softmax_float8(logits, targets, vocab_size, scale):
     N, V_padded = logits.shape
     log_sum_exps = torch.empty(N, dtype=torch.float32, device=logits.device)
     losses = cross_entropy_(logits, targets, vocab_size, log_sum_exps)
-    softmax8, softmax8_t = fp8_cast.empty_float8_pair(logits, SOFTMAX_DTYPE)
+    softmax8, softmax8_t = fp8_cast.empty_float8_pair(logits)
     cross_entropy_softmax_kernel[(triton.cdiv(N, 4 * QUADS), triton.cdiv(V_padded, COLUMNS))](
         logits, targets, log_sum_exps, softmax8, fp8_cast.as_words(softmax8_t), scale, N, N // 4, vocab_size, V_padded,
         QUADS=QUADS, COLUMNS=COLUMNS, num_warps=4,

@@ -84,17 +84,18 @@ KILLS = 4
 MUON = ("--optimizer", "muon")  # its checkpoints hold the states of both optimizers: AdamW updates the embeddings
 
 
-def test_killed_at_random_moments(train, corpus, tmp_path):
+@pytest.mark.parametrize("flags", [(), MUON], ids=["adamw", "muon"])
+def test_killed_at_random_moments(train, corpus, tmp_path, flags):
     """Every other time inside of a checkpoint: every run ends as if nothing had happened."""
-    own = (*EVERY_3, *MUON, "--total_batch_size", 128)
-    flags = [*longer(40), "--data_dir", str(corpus), *map(str, own)]
+    own = (*EVERY_3, *flags, "--total_batch_size", 128)
+    command = [*longer(40), "--data_dir", str(corpus), *map(str, own)]
     moments = random.Random(7)
     runs = killed = in_checkpoints = 0
     while True:
         run = tmp_path / "log" / f"killed-{runs}"
         for path in run.glob("checkpoint_*.unfinished"):
             (path / "torn").touch()
-        process, _, errors = fork(tmp_path, [*flags, "--run_name", run.name])
+        process, _, errors = fork(tmp_path, [*command, "--run_name", run.name])
         process.join(moments.uniform(0, 2.0) if killed < KILLS else 120)
         while killed % 2 and process.is_alive() and not writing(run):
             time.sleep(0.001)
