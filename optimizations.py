@@ -14,7 +14,7 @@ import torch
 
 from common.cli import Note
 from common.device import missing_compiler, missing_package
-from kernels import cublaslt
+from kernels import cublaslt, sdpa
 
 # ----------------------------------------------------------------------------------------------------------------------
 # What an optimization needs: functions of a Config and a Distributed that return what is missing, or None
@@ -37,6 +37,27 @@ def bf16_instructions(config, distributed):
     if config.autocast == "bf16" and distributed.device.type == "cpu":
         if not any(abilities.get(name) for name in ("avx512_bf16", "amx_bf16", "bf16")):
             return "this processor has no bf16 instructions"
+
+
+def tiled_attention(config, distributed):
+    if config.attention_backend == "written_out":
+        return "--attention_backend written_out takes its place"
+
+
+def attention_backend(config, distributed):
+    if config.attention_backend == "written_out":
+        return None  # the row of --flash applies it
+    if not config.flash:
+        return "it needs --flash"
+    if config.attention_backend == "efficient" and config.mask_documents:
+        return "--mask_documents runs on FlashAttention or cuDNN"
+    dtype = dict(bf16=torch.bfloat16, fp16=torch.float16, off=torch.float32)[config.autocast]
+    return sdpa.missing(config.attention_backend, distributed.device, dtype, head_width(config))
+
+
+def head_width(config):
+    """The width of an attention head. The ladder asks before the model's sizes are known: 64, as in all sizes."""
+    return config.n_embd // config.n_head if config.n_embd and config.n_head else 64
 
 
 def inductor(config, distributed):
@@ -95,16 +116,16 @@ def cudnn_frontend(config, distributed):
         return problem
     if config.autocast == "off" or not config.flash:
         return "it needs --flash, and --autocast bf16 or fp16"
+    if config.attention_backend not in ("auto", "cudnn"):
+        return f"--attention_backend {config.attention_backend} takes its place"
     # A100s, consumer cards: FlashAttention-2, which scaled_dot_product_attention picks there, is the faster one
     generation, _ = torch.cuda.get_device_capability(distributed.device)
-    if generation not in (9, 10):
+    if config.attention_backend == "auto" and generation not in (9, 10):
         name = torch.cuda.get_device_name(distributed.device)
         return f"cuDNN's attention is fast on Hopper and data-center Blackwell, and this is {name}"
-    widest = 256 if generation == 9 else 128
-    # the ladder asks before the model's sizes are known
-    head_width = config.n_embd // config.n_head if config.n_embd and config.n_head else 64
-    if head_width % 8 or head_width > widest:
-        return f"cuDNN needs a head width that is a multiple of 8, {widest} at most, and it is {head_width}"
+    width, widest = head_width(config), 256 if generation == 9 else 128
+    if width % 8 or width > widest:
+        return f"cuDNN needs a head width that is a multiple of 8, {widest} at most, and it is {width}"
     return missing_package("cudnn", "nvidia-cudnn-frontend")
 
 
@@ -185,13 +206,18 @@ OPTIMIZATIONS = (
     switch(
         "flash",
         "attention that never writes the T x T matrix, by F.scaled_dot_product_attention or cuDNN",
+        needs=tiled_attention,
         in_model=True,
-        saves=(
-            "aten::_scaled_dot_product_flash_attention",
-            "aten::_scaled_dot_product_cudnn_attention",
-            "aten::_scaled_dot_product_efficient_attention",
-            "aten::_scaled_dot_product_flash_attention_for_cpu",
-        ),
+        saves=sdpa.OPERATORS,
+    ),
+    Optimization(
+        "attention_backend",
+        dict(attention_backend="auto"),
+        None,
+        "the kernel of --flash, instead of the fastest known for the GPU",
+        attention_backend,
+        changes="rounding",
+        default=False,
     ),
     switch("pad_vocab", "a vocabulary padded to 50304 rows, which tensor-core tiles divide", in_model=True),
     switch("fused_adamw", "the optimizer's update of all parameters in one kernel", needs=fused_update),

@@ -30,6 +30,7 @@ from config import Config, defaults, flags_that_matter, refuse_unavailable_flags
 from data import demo
 from data.loader import Loader, open_streams
 from hellaswag import choice_in_training
+from kernels import sdpa
 from model import GPT, GPTConfig
 from observe import hang, profiler
 from observe.evaluation import bits_per_byte, validation_loss
@@ -85,6 +86,7 @@ def build(config, distributed, weights=None, sizes=None):
     autocast = torch.autocast(distributed.device.type, half, enabled=config.autocast != "off")
     # fp16's smallest number is 6e-8: the loss is scaled up so that gradients stay above it
     scaler = torch.amp.GradScaler(distributed.device.type, enabled=config.autocast == "fp16")
+    sdpa.use_backend(config.attention_backend)  # flash: the kernel of F.scaled_dot_product_attention
 
     torch.manual_seed(config.seed)
     sizes = sizes or GPTConfig(config.seq_len, n_layer=config.n_layer, n_head=config.n_head, n_embd=config.n_embd)
@@ -203,9 +205,7 @@ def train(flags, distributed, given_flags):
     if start.resumed:
         resume.restore(start, trainer.model, trainer.optimizer, trainer.scaler, loader, distributed)
     flops = flops_per_token(trainer.model, config.seq_len)
-    log = distributed.on_main(
-        lambda: RunLog(config, flags, distributed.device, distributed.world_size, flops, start.resumed, start.training)
-    )
+    log = distributed.on_main(lambda: RunLog(config, flags, distributed, flops, start.resumed, start.training))
     config.run_name = distributed.broadcast(log and log.folder.name)  # RunLog names a run that has no name
     if log:  # on rank 0
         print_plan(trainer, notes, start, train_stream, val_stream, hellaswag, log, plan_switches(config))

@@ -17,10 +17,11 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention import sdpa_kernel
 from tqdm import tqdm
 
 from common.cli import UserError, first_line, is_out_of_memory, parse, run
+from kernels.sdpa import BACKENDS
 from model import GPTConfig, causal_attention
 from observe import figures, roofline
 from observe.hardware import environment, peak_tflops
@@ -32,11 +33,7 @@ from parallel import process_group
 LENGTHS = tuple(512 * 2**i for i in range(7))
 # Backends of F.scaled_dot_product_attention. PyTorch's own FlashAttention is version 2; packed_qkv, besides these,
 # calls cuDNN's kernels through its front end.
-SDPA = dict(
-    efficient=SDPBackend.EFFICIENT_ATTENTION,
-    FlashAttention=SDPBackend.FLASH_ATTENTION,
-    cuDNN=SDPBackend.CUDNN_ATTENTION,
-)
+SDPA = dict(efficient="efficient", FlashAttention="flash", cuDNN="cudnn")
 COLUMNS = ("attention", "D", "T", "forward ms", "backward ms", "TFLOP/s", "of roof", "peak GB")
 BYTES_COLUMNS = ("D", "T", "standard GB", "FlashAttention GB", "ratio")
 COLUMN_WIDTHS = (16, 4, 6, 11, 12, 8, 8, 8)
@@ -122,7 +119,7 @@ def attend(name, qkv, H):
     q, k, v = (part.unflatten(2, (H, -1)).transpose(1, 2) for part in qkv.chunk(3, dim=2))  # (B, H, T, D)
     if name == "written out":
         return causal_attention(q, k, v)
-    with sdpa_kernel(SDPA[name.removesuffix("-4")]):
+    with sdpa_kernel(BACKENDS[SDPA[name.removesuffix("-4")]]):
         return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
 

@@ -40,7 +40,7 @@ class RunLog:
     everything, one object per line. A step's number is the number of updates before the step.
     """
 
-    def __init__(self, config, flags, device, world_size, flops_per_token, resumed=None, training=None):
+    def __init__(self, config, flags, distributed, flops_per_token, resumed=None, training=None):
         """flags: the Config before resolve(), for flags.yaml. resumed: the checkpoint that the run continues from;
         training: the contents of its training.json.
 
@@ -50,10 +50,10 @@ class RunLog:
         """
         self.config = config
         self.flags = flags
-        self.device = device
+        self.device = device = distributed.device
         self.flops_per_token = flops_per_token
         peak = config.peak_tflops or peak_tflops(device)
-        self.peak_flops = peak and peak * 1e12 * world_size
+        self.peak_flops = peak and peak * 1e12 * distributed.world_size
         self.first_step = training["step"] if training else 0
         self.wandb = WandbPage(config)
         kind = "demo" if config.demo else config.model if config.init_from == "scratch" else Path(config.init_from).name
@@ -63,8 +63,9 @@ class RunLog:
             earlier = self._earlier_facts(resumed)
             if earlier and training:
                 set_aside_newer(self.folder, self.first_step)
-            self.facts = dict(vars(config), run_name=self.folder.name, world_size=world_size, **environment(device))
-            self.facts |= dict(dataset=dataset_name(config.data_dir), launch=launch_id(), finished=False)
+            self.facts = dict(vars(config), run_name=self.folder.name, world_size=distributed.world_size)
+            self.facts |= environment(device) | dict(launch=launch_id(), finished=False)
+            self.facts["dataset"] = dataset_name(config.data_dir)
             if training and earlier:
                 self.facts["resume"] = earlier.get("resume")  # where a branch began: its command may be repeated
             self.facts["wandb_id"] = earlier.get("wandb_id") if training and earlier else None

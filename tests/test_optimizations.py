@@ -8,6 +8,7 @@ import torch
 from conftest import ROOT, logged
 
 from config import Config
+from kernels import sdpa
 from model import GPTConfig
 from optimizations import OPTIMIZATIONS, RUNGS, SWITCHES, readme_table, turn_off_unavailable
 from parallel.process_group import Distributed
@@ -33,6 +34,7 @@ CASES = {
     "bf16": (2e-3, HALF, {}),
     "compile": (1e-5, dict(compile=True), {}),
     "flash": (1e-5, dict(flash=True), {}),
+    "attention_backend": (1e-3, dict(attention_backend="efficient"), HALF | dict(flash=True)),
     "pad_vocab": (1e-5, dict(pad_vocab=True), {}),
     "fused_adamw": (1e-5, dict(fused_adamw=True), {}),
     "accumulation": (1e-5, dict(micro_batch_size=1), dict(micro_batch_size=4)),
@@ -53,7 +55,8 @@ TWO_RANKS = {
     "bf16_gradients": (1e-3, ("--bf16_gradients",), ("--parallel", "zero2")),
 }
 RECIPE = ("adamw", "schedule", "clipping")
-NEEDS_A_GPU = ("tf32", "packed_qkv", "fp8_head")  # in Triton's interpreter fp8_head is slow: test_fp8_head.py has it
+# fp8_head is slow in Triton's interpreter: test_fp8_head.py has it
+NEEDS_A_GPU = ("tf32", "attention_backend", "packed_qkv", "fp8_head")
 
 
 def losses(**flags):
@@ -137,6 +140,9 @@ def test_the_readme_has_the_table():
         ("cpu", dict(autocast="off"), dict(bf16_residual="--autocast bf16")),
         ("mps", {}, dict(compile="not ready for Apple GPUs", fused_cross_entropy="this is mps, not an NVIDIA GPU")),
         ("mps", {}, dict(fused_adamw="gradients are not finite")),
+        ("cpu", dict(attention_backend="cudnn"), dict(attention_backend="one kernel for attention")),
+        ("cpu", dict(attention_backend="flash", flash=False), dict(attention_backend="it needs --flash")),
+        ("cpu", dict(attention_backend="written_out"), dict(flash="--attention_backend written_out takes its place")),
         ("cpu", dict(overlap_gradients=True), dict(overlap_gradients="several ranks")),
         ("cpu", dict(bf16_gradients=True), dict(bf16_gradients="it needs NCCL")),
         (
@@ -165,3 +171,8 @@ def test_cudnn_attention_is_for_the_gpus_where_it_is_fast(monkeypatch, name, cap
     config, notes = turn_off_unavailable(Config(), Distributed(0, 1, torch.device("cuda")))
     assert config.packed_qkv == on and config.flash
     assert on or f"this is {name}" in next(note.reason for note in notes if note.flag == "packed_qkv")
+    monkeypatch.setattr(sdpa, "missing", lambda *_: None)
+    for backend in ("cudnn", "flash", "efficient", "written_out"):
+        config, _ = turn_off_unavailable(Config(attention_backend=backend), Distributed(0, 1, torch.device("cuda")))
+        assert config.packed_qkv == (backend == "cudnn") and config.flash == (backend != "written_out")
+        assert config.attention_backend == backend

@@ -21,7 +21,7 @@ STREAMS = [SimpleNamespace(shards=range(3), total=10240), SimpleNamespace(shards
 
 def make_log(tmp_path, resumed=None, training=None, world_size=2, **flags):
     config = Config(log_dir=str(tmp_path), run_name="run", wandb="disabled", device="cpu", **TINY | flags)
-    return config, RunLog(config, config, CPU, world_size, 1e9, resumed, training)
+    return config, RunLog(config, config, Distributed(0, world_size, CPU), 1e9, resumed, training)
 
 
 def plan(capsys, config, log, world_size, notes=(), step=0, tokens=0, hellaswag=None, switches=None):

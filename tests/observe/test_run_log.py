@@ -15,14 +15,15 @@ from config import Config
 from observe import measure, run_log
 from observe.ranks import RankReport
 from observe.run_log import RunLog, duration
+from parallel.process_group import Distributed
 from train_gpt2 import StepResult
 
-CPU = torch.device("cpu")
+TWO_RANKS = Distributed(0, 2, torch.device("cpu"))
 
 
 def make_log(tmp_path, resumed=None, training=None, **flags):
     config = Config(log_dir=str(tmp_path), run_name="run", wandb="disabled", **flags)
-    return RunLog(config, config, CPU, 2, 1e9, resumed, training)
+    return RunLog(config, config, TWO_RANKS, 1e9, resumed, training)
 
 
 def train_step(log, step, loss=3.0, loss_scale=None, **kwargs):
@@ -321,7 +322,7 @@ def test_a_run_that_is_killed_while_it_goes_back_has_a_whole_log(tmp_path, monke
 
 def test_unnamed_runs_of_the_same_second_have_different_names(tmp_path):
     config = Config(log_dir=str(tmp_path), wandb="disabled")
-    logs = [RunLog(config, config, CPU, 2, 1e9) for _ in range(3)]
+    logs = [RunLog(config, config, TWO_RANKS, 1e9) for _ in range(3)]
     names = [log.folder.name for log in logs]
     assert len(set(names)) == 3 and any(name.endswith(".1") for name in names)
     assert [log.facts["run_name"] for log in logs] == names and all(name.startswith("gpt2-2") for name in names)

@@ -8,14 +8,15 @@ from common.cli import UserError
 from config import Config
 from observe.ranks import RankReport
 from observe.run_log import RunLog
+from parallel.process_group import Distributed
 from train_gpt2 import StepResult
 
-CPU = torch.device("cpu")
+ALONE = Distributed(0, 1, torch.device("cpu"))
 
 
 def make_log(tmp_path, **flags):
     config = Config(log_dir=str(tmp_path), run_name="run", **flags)
-    return RunLog(config, config, CPU, 1, 1e9)
+    return RunLog(config, config, ALONE, 1e9)
 
 
 def train_step(log, step, loss, own_ms=(math.nan,), memory=None, **gpu):
@@ -143,12 +144,12 @@ def test_a_resumed_run_keeps_its_page(tmp_path, monkeypatch):
     log.close(finished=False)
     config = Config(log_dir=str(tmp_path), run_name="run")
     checkpoint = tmp_path / "run" / "checkpoint_000002"
-    log = RunLog(config, config, CPU, 1, 1e9, checkpoint, dict(step=2, run=facts))
+    log = RunLog(config, config, ALONE, 1e9, checkpoint, dict(step=2, run=facts))
     assert log.wandb.run.id == facts["wandb_id"]
     log.close(finished=False)
     upload = log.where_to_watch().partition("(upload: ")[2].rstrip(")")
     said = subprocess.run(f"{upload} --dry-run", shell=True, capture_output=True, text=True).stderr
     assert "Would sync 2 run(s)" in said and said.index("offline-run-") < said.rindex("offline-run-"), said
-    log = RunLog(config, config, CPU, 1, 1e9)  # a new run
+    log = RunLog(config, config, ALONE, 1e9)  # a new run
     assert log.wandb.run.id != facts["wandb_id"]
     log.close()
