@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import difflib
+import gc
 import os
 import shlex
 import shutil
@@ -300,6 +301,9 @@ def run(main):
         setattr(sys, name, Console(stream))
     if signal.getsignal(signal.SIGINT) == interrupt.end:  # the imports are over
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    if not gc.isenabled():
+        gc.freeze()  # no collection visits the modules, neither in training nor at exit
+        gc.enable()
     try:
         main()
     except UserError as error:

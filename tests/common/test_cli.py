@@ -1,3 +1,4 @@
+import gc
 import re
 import sys
 from dataclasses import replace
@@ -7,6 +8,7 @@ from conftest import expect_error
 
 import bench
 import ladder
+from common import cli
 from common.cli import ROOT, UserError, check_arguments, parse, python_command, spell_switches
 from common.peer_flags import HINTS
 from config import Config, defaults
@@ -111,3 +113,14 @@ def test_a_command_runs_where_it_is_printed(tmp_path, monkeypatch):
     assert python_command("sample.py") == f"'my env/bin/python3' {ROOT}/sample.py"
     monkeypatch.setenv("PATH", f"{folder}:/usr/bin")
     assert python_command("-m", "wandb", "sync") == "python3 -m wandb sync"
+
+
+def test_garbage_is_collected_again_after_the_imports():
+    """And no collection visits what was imported."""
+    gc.disable()
+    states = []
+    try:
+        cli.run(lambda: states.append((gc.isenabled(), gc.get_freeze_count() > 100_000)))
+    finally:
+        gc.unfreeze()
+    assert states == [(True, True)]
