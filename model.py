@@ -263,7 +263,7 @@ class GPT(nn.Module):
 
     def embed(self, idx, position):
         x = self.transformer.wte(idx) + self.transformer.wpe(position)  # (B, T, C)
-        # bf16_residual: every block reads and writes the residual stream four times, now in half the bytes
+        # bf16_residual: half the bytes to read and write in LayerNorms and residual additions
         return x.bfloat16() if self.config.bf16_residual else x
 
     def head(self, x, targets, reduction, at=None, cache=None):
@@ -372,7 +372,7 @@ class GPT(nn.Module):
     def load_hugging_face(self, weights, fill=torch.Tensor.copy_):
         """Load a dict like to_hugging_face()'s; the prefix "transformer." is optional. fill: see init_weights.
 
-        Raises ValueError when one is missing or has another shape.
+        Raises ValueError when a weight is missing or has another shape.
         """
         weights = {name.removeprefix("transformer."): weight for name, weight in weights.items()}
         for name, parameter in self.named_parameters():

@@ -1,4 +1,4 @@
-"""The optimizations, one row each. No other file lists them.
+"""The optimizations, one row each.
 
 The rows define the boolean flags, what a device cannot run, the model's switches, the ladder's rungs, the flags that a
 resumed run may change without notice, the operators that selective activation checkpointing keeps, and the README's
@@ -18,10 +18,6 @@ from kernels import cublaslt, sdpa
 
 # ----------------------------------------------------------------------------------------------------------------------
 # What an optimization needs: functions of a Config and a Distributed that return what is missing, or None
-
-
-def no_needs(config, distributed):
-    return None
 
 
 def tf32_gpu(config, distributed):
@@ -173,12 +169,14 @@ def bf16_all_reduce(config, distributed):
 @dataclass(frozen=True)
 class Optimization:
     name: str  # in --rungs; the flag of a switch
-    off: dict  # the flag values that turn it off; on means the command line's values
+    off: dict  # flag values that turn it off; when it is on, the command line's values apply
     rung: str | None  # its label in the ladder's table, a format string of the run's config; None: no rung
     help: str  # one line for --help and the README
-    needs: Callable = no_needs
+    needs: Callable = lambda config, distributed: None
     in_model: bool = False  # GPTConfig has a field of this name
-    changes: Literal["nothing", "rounding", "recipe"] = "nothing"  # "nothing": only the order of sums may change
+    changes: Literal["nothing", "rounding", "recipe"] = (
+        "nothing"  # "nothing": the same formula; results agree up to rounding
+    )
     saves: tuple = ()  # operators whose outputs selective activation checkpointing keeps
     default: bool = True
 
@@ -216,10 +214,9 @@ OPTIMIZATIONS = (
         None,
         "the kernel of --flash, instead of the fastest known for the GPU",
         attention_backend,
-        changes="rounding",
         default=False,
     ),
-    switch("pad_vocab", "a vocabulary padded to 50304 rows, which tensor-core tiles divide", in_model=True),
+    switch("pad_vocab", "the vocabulary padded to 50304 rows, a multiple of 128", in_model=True),
     switch("fused_adamw", "the optimizer's update of all parameters in one kernel", needs=fused_update),
     # without GPT-3's recipe: the defaults of torch.optim.AdamW at a constant learning rate of 3e-4, without clipping
     Optimization(
@@ -248,14 +245,14 @@ OPTIMIZATIONS = (
         "accumulation",
         dict(total_batch_size=None),  # None: one micro-batch
         "{total_batch_size:,} tokens a step",
-        "gradients of several micro-batches accumulate to 0.5M tokens a step",
+        "gradient accumulation over micro-batches, to 0.5M tokens a step",
         changes="recipe",
     ),
     Optimization(
         "micro_batch",
         dict(micro_batch_size=None),  # None: the first rung's
         "micro-batch of {micro_batch_size}",
-        "the largest micro-batch that fits",
+        "the largest micro-batch that fits, up to 64",
     ),
     switch(
         "bf16_residual",
@@ -279,7 +276,7 @@ OPTIMIZATIONS = (
     ),
     switch(
         "packed_qkv",
-        "cuDNN's attention, on Hopper and data-center Blackwell",
+        "cuDNN attention with packed q, k and v, on Hopper and data-center Blackwell",
         needs=cudnn_frontend,
         in_model=True,
         saves=("gpt2::packed_qkv",),

@@ -70,7 +70,7 @@ class Trainer:
     distributed: process_group.Distributed
     model: GPT  # the plain module, which is saved and sampled from
     forward: Callable  # the same weights, compiled: for evaluations
-    train_forward: Callable  # forward, wrapped in DDP
+    train_forward: Callable  # forward, in DDP where ddp has several ranks
     autocast: torch.autocast
     optimizer: torch.optim.Optimizer
     scaler: torch.amp.GradScaler
@@ -102,14 +102,14 @@ def build(config, distributed, weights=None, sizes=None):
     else:
         model.init_weights(fsdp.fill)
     tensor.order_by_rank(model.named_parameters())
-    # fp8: the blocks' GEMMs in 8 bits, at twice the rate, with scales that follow each tensor's amax
+    # fp8: the blocks' GEMMs in 8 bits, at twice the rate, each tensor with a scale from its amax
     if config.fp8:
         from kernels import fp8  # needs Triton
 
         tokens = config.micro_batch_size * config.seq_len // config.context
         fp8.convert(model, targets=accumulation_steps(0, config, distributed.data_size) * tokens)
     context.split(model, config, distributed)  # each rank has some tokens of every sequence; in attention some heads
-    # compile: fuses chains of element-wise operations into one kernel, and runs no Python between kernels. Each shape
+    # compile: fuses element-wise operations and reductions into one kernel, without Python between kernels. Each shape
     # has its own graph: one each for training and validation, three for HellaSwag. A Pipeline compiles its stages.
     forward = torch.compile(model, dynamic=False) if config.compile and config.pipeline == 1 else model
     # ddp: each rank has all weights and a share of the batch; the last backward averages gradients over the ranks
@@ -128,7 +128,7 @@ class StepResult:
     loss: float  # nats, the mean over the step's tokens
     grad_norm: float  # before clipping
     tokens: int
-    finite: bool  # whether the step counts; fp16 may skip the update of a finite step to lower its loss scale
+    finite: bool  # loss and gradient norm are finite; with an fp16 loss scale of 1 or more, the loss
     loss_scale: float | None  # fp16's
     stop: bool  # some rank has received a stop signal
     seconds: float  # of the whole step, data loading included
@@ -139,8 +139,8 @@ class StepResult:
 def train_step(trainer, step, next_batch, stop_signal=None):
     """Forward and backward over the micro-batches of step `step`, clip, update: a StepResult.
 
-    next_batch(): inputs and targets, (B, T) int64 each. Raises Stopped if a signal stopped the step between
-    micro-batches, before any weight changed: on one rank only, several ranks finish the step.
+    next_batch(): inputs and targets, (B, T) int64 each. Raises Stopped when there is one rank and a signal arrives
+    between micro-batches: no weight has changed. Several ranks finish the step.
     """
     trainer.monitor.start_step()
     config, distributed, scaler = trainer.config, trainer.distributed, trainer.scaler
@@ -155,7 +155,7 @@ def train_step(trainer, step, next_batch, stop_signal=None):
         for micro_step in range(micro_steps):
             last = micro_step == micro_steps - 1
             x, y = next_batch()
-            # gradients accumulate over the micro-batches; the last backward averages them over the ranks
+            # gradients accumulate: ddp all-reduces them in the last backward, zero2 and zero3 reduce-scatter in each
             with micro_batch(trainer.model, trainer.train_forward, config, last):
                 with trainer.autocast:
                     loss = trainer.train_forward(x, y) / micro_steps
@@ -173,9 +173,9 @@ def train_step(trainer, step, next_batch, stop_signal=None):
         from kernels import fp8
 
         fp8.update_scales(trainer.model, micro_steps)
-    loss, norm, stop, *reports = wait()  # waits for the norm alone: the next step is queued behind the update
+    loss, norm, stop, *reports = wait()  # waits for the all-reduce, not for the update: the GPU stays busy
     scale = scaler.get_scale() if scaler.is_enabled() else None
-    # GradScaler lowers its scale at an overflow: at a scale of 1 or more only the loss must be finite
+    # at an overflow GradScaler skips the update and halves its scale; only at a scale below 1 is it an error
     finite = math.isfinite(loss if scale and scale >= 1 else loss + norm)
     tokens = micro_steps * config.micro_batch_size * config.seq_len * distributed.data_size
     return StepResult(loss, norm, tokens, finite, scale, stop > 0, *trainer.monitor.end_step(reports))
@@ -263,9 +263,9 @@ def loop(trainer, loader, val_stream, hellaswag, checkpointer, log, tracer, star
 
 
 def evaluate_if_due(trainer, step, tokens, val_stream, hellaswag, log, stop_signal):
-    """Validation, HellaSwag and samples, each when its flag says so and after the last step. A collective.
+    """Validation, HellaSwag and samples, each when its flag says so and after the last step. All ranks must call it.
 
-    Raises Stopped, on all ranks, if a signal stopped one of them: its result is not logged.
+    Raises Stopped, on all ranks, if any rank received a signal; an unfinished result is not logged.
     """
     config, distributed, model = trainer.config, trainer.distributed, trainer.model
 
