@@ -33,6 +33,7 @@ from data.tokenizer import get_tokenizer
 REPOSITORIES = {"fineweb-edu": FINEWEB_EDU, "fineweb": FINEWEB}
 FOLDERS = {"fineweb-edu": "edu_fineweb10B", "fineweb": "fineweb10B", "auto": "my_data"}
 SHARD_SIZE = 100_000_000  # tokens; build-nanogpt's
+CHUNK = 2**20  # tokens that are read at a time from token files
 MIN_SHARDS = 10  # fewer of SHARD_SIZE would leave much of a small corpus to validation
 MIN_VALIDATION = 1025  # tokens, where there are enough: a sequence of 1,024 and its last target
 SUBSET_TOKENS = {"sample-10BT": 10e9, "sample-100BT": 100e9, "sample-350BT": 350e9}  # total of the progress bar
@@ -143,17 +144,17 @@ def read_input_manifests(paths):
     return manifests
 
 
-def read_token_files(paths, state, size=2**20):
-    """Yield chunks of at most `size` tokens of token files from `state` on. Raises UserError for a damaged file."""
+def read_token_files(paths, state):
+    """Yield chunks of at most CHUNK tokens of token files from `state` on. Raises UserError for a damaged file."""
     expected = {shard["name"]: shard["sha256"] for each in read_input_manifests(paths) for shard in each["shards"]}
     state = tuple(state or (0, 0))
     for i, path in enumerate(paths[state[0] :], state[0]):
         shard = open_shard(path)
         if path.name in expected and digest(path) != expected[path.name]:
             raise UserError(f"{path} is damaged: its SHA-256 is not the one in its manifest; copy or make it again")
-        for start in range(0, len(shard), size):
+        for start in range(0, len(shard), CHUNK):
             if (i, start) >= state:
-                yield (i, start), shard[start : start + size]
+                yield (i, start), shard[start : start + CHUNK]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -262,6 +263,8 @@ def start_or_continue(folder, flags):
 def open_chunks(paths, state, flags, part):
     """A generator of chunks from `state` on, and the total number of tokens, None if unknown."""
     if suffix(paths[0]) in SUFFIXES:
+        if part:
+            raise UserError("--part divides documents, and these are token files: leave it out")
         return read_token_files(paths, state), sum(path.stat().st_size for path in paths) // 2
     get_tokenizer()  # fails here with a clear error, not in every worker
     total = None if flags.input else SUBSET_TOKENS.get(flags.subset)
@@ -280,16 +283,18 @@ def write_shards(folder, progress, chunks, total, flags):
     start = sum(shard["tokens"] for shard in progress["shards"]) - progress["skip"]  # tokens before the first chunk
 
     def limited():
+        done = start
         first = next(chunks, None)
         if progress["state"] is not None:
             if not first or list(first[0]) != progress["state"] or len(first[1]) < progress["skip"]:
                 raise UserError(f"{folder.unfinished} is damaged: delete {folder.path} and start again")
         folder.write_progress(progress)  # the source is readable
         for state, tokens in itertools.chain([first] if first else [], chunks):
-            tokens = tokens[: flags.max_tokens and flags.max_tokens - bar.n]
+            tokens = tokens[: flags.max_tokens and flags.max_tokens - done]
+            done += len(tokens)
             bar.update(len(tokens))
             yield state, tokens
-            if bar.n == flags.max_tokens:
+            if done == flags.max_tokens:
                 return
 
     bar = tqdm(total=flags.max_tokens or total, initial=start, unit="tok", unit_scale=True, desc=flags.out)

@@ -165,11 +165,13 @@ def test_parts_join_to_the_shards_of_one_call(command, documents, tmp_path):
     for part in ("0/2", "3/2", "1", "x/y"):
         expect_error(command("fineweb.py", *arguments, "--part", part), f"--part {part}")
     expect_error(command("fineweb.py", *arguments, "--out", "four", "--part", "1/4"), "at most 3 parts")
+    tokens = ("--input", "single/*.npy", "--out", "four", "--part", "1/2")
+    expect_error(command("fineweb.py", *tokens), "--part divides documents, and these are token files")
 
 
 def test_the_command(command, documents, tmp_path):
     arguments = ("--input", "docs*", "--out", "few", "--shard_size", 100, "--max_tokens", 250)
-    done = command("fineweb.py", *arguments)
+    done = command("fineweb.py", *arguments, env=dict(TQDM_DISABLE="1"))  # --max_tokens does not need the bar
     assert done.returncode == 0, done.stderr
     assert "1 validation shard" in done.stdout and "train_gpt2.py --model tiny --data_dir few" in done.stdout
     assert np.array_equal(read_all(tmp_path / "few"), plain_tokens(TEXTS)[:250])
