@@ -23,7 +23,7 @@ def end_at_once():
 
 
 # only in a process that runs a command, not in one that imports it
-root, script = Path(__file__).resolve().parent.parent, Path(getattr(sys.modules["__main__"], "__file__", "")).resolve()
-if script.parent in (root, root / "observe"):
+root, script = Path(__file__).resolve().parent.parent, getattr(sys.modules["__main__"], "__file__", None)
+if script and Path(script).resolve().parent in (root, root / "observe"):
     end_at_once()
-    gc.disable()  # imports create many objects and no garbage: a quarter of their time
+    gc.disable()  # garbage collection takes a quarter of the imports' time, and finds nothing

@@ -222,6 +222,16 @@ def test_ctrl_c_during_imports():
         assert (process.returncode, lines) == (130, ["interrupted\n"]), path
 
 
+def test_importing_a_module_changes_nothing():
+    """Also below the clone's folder, in a process without a script."""
+    code = "import common.interrupt, gc, signal; print(gc.isenabled(), signal.getsignal(2).__name__)"
+    environment = dict(os.environ, PYTHONPATH=str(ROOT))
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT / "docs", env=environment, capture_output=True, text=True
+    )
+    assert done.stdout == "True default_int_handler\n", done.stderr
+
+
 def test_ctrl_c_after_the_imports(monkeypatch, capsys):
     monkeypatch.setattr("sys.stdout", sys.stdout)  # run() replaces both
     monkeypatch.setattr("sys.stderr", sys.stderr)
