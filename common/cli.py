@@ -38,7 +38,7 @@ class Note:
     reason: str
 
     def __str__(self):
-        value = "on" if self.value is True else "off" if self.value in (False, None) else self.value
+        value = "on" if self.value is True else "off" if self.value is False or self.value is None else self.value
         return f"{self.flag} is {value}: {self.reason}"
 
 

@@ -9,7 +9,7 @@ from conftest import expect_error
 import bench
 import ladder
 from common import cli
-from common.cli import ROOT, UserError, check_arguments, parse, python_command, spell_switches
+from common.cli import ROOT, Note, UserError, check_arguments, parse, python_command, spell_switches
 from common.peer_flags import HINTS
 from config import Config, defaults
 from optim import recipes
@@ -124,3 +124,8 @@ def test_garbage_is_collected_again_after_the_imports():
     finally:
         gc.unfreeze()
     assert states == [(True, True)]
+
+
+def test_notes_say_on_off_or_the_value():
+    texts = [str(Note("x", value, "y")) for value in (True, False, None, 0, 0.1)]
+    assert texts == [f"x is {value}: y" for value in ("on", "off", "off", "0", "0.1")]
