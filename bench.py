@@ -43,7 +43,7 @@ class Timing:
 class BenchConfig(Timing, Config):
     """Time the training step on random tokens.
 
-    Takes every flag of train_gpt2.py; those of data, evaluations and logs have no effect here.
+    Takes every flag of train_gpt2.py. It reads no data, evaluates nothing and writes nothing.
     """
 
     GROUPS = (Timing, *GROUPS)
@@ -53,6 +53,8 @@ def main():
     config = parse(BenchConfig, default=BenchConfig(**vars(defaults(sys.argv))), hints=HINTS)
     if config.steps < 1:
         raise UserError(f"--steps {config.steps}: it must be at least 1")
+    if config.profile or config.memory_snapshot:
+        raise UserError("--profile and --memory_snapshot are for train_gpt2.py: both slow down what is measured here")
     if config.init_from != "scratch":
         raise UserError("bench.py starts from random weights: use --init_from scratch")
     distributed = process_group.start(config.device, config.tensor, config.context, config.pipeline)
