@@ -6,7 +6,8 @@
     python ladder.py --sweep parallel=ddp,zero2,zero3 model=gpt2,gpt2-xl    # on all GPUs; or an axis gpus=1,2,4
     python ladder.py --plan --model gpt2-xl --gpus 16 --memory 80           # how to use several GPUs: an estimate
 
-Every rung of a ladder and every cell of the grid runs the real training loop, on the same data from the same seed.
+Every rung of a ladder and every cell of the grid runs the real training loop, on the same data from the same seed;
+--to_loss takes several seeds.
 """
 
 import common.interrupt  # first: Ctrl-C during the other imports
@@ -31,7 +32,7 @@ from data.shards import open_shards
 from observe import figures, layouts, time_to_loss
 from observe.figures import describe
 from observe.measure import OUT_OF_MEMORY, SETTLING_STEPS, measure, plain, prepare, report_failures, save
-from observe.tables import COLUMNS, WIDTHS, align, markdown, row, sweep_markdown, uneven_warning, winners
+from observe.tables import COLUMNS, WIDTHS, align, cells, markdown, sweep_markdown, uneven_warning, winners
 from optim import schedules
 from optim.recipes import RECIPES, TO_LOSS_DEMO
 from optimizations import RUNGS, turn_off_unavailable
@@ -144,7 +145,7 @@ def climb(config):
 
     def show(result):
         results.append(result)
-        bar.write(row(result, results))
+        bar.write(align(cells(result, results), WIDTHS))
         bar.write(uneven_warning(result), end="")
         save(folder, "ladder", results, markdown(results), partial(figures.ladder, results), config.ladder_steps)
 
@@ -299,7 +300,7 @@ def climb_to_loss(config):
         raise UserError(f"--to_loss turns Muon, fp8 and the batch warm-up on itself: leave out {own}")
     check(config)
     folder = prepare(config.log_dir, config.run_name, "to_loss")
-    print(f"results: {folder}/\n{time_to_loss.head()}")
+    print(f"results: {folder}/\n{align(time_to_loss.COLUMNS, time_to_loss.WIDTHS)}")
     steps, ranks = config.max_steps, count_devices(config)
     device = torch.device(choose_device_type(config.device))
     splits = (config.tensor, config.context, config.pipeline) if ranks > 1 else ()  # one rank: they are turned off
@@ -336,7 +337,7 @@ def climb_to_loss(config):
                 raise UserError(result["reason"])
             results.append(dict(result, rung=name))
             bar.update(index * config.seeds * steps - bar.n)
-            bar.write(time_to_loss.row(results))
+            bar.write(align(time_to_loss.cells(results), time_to_loss.WIDTHS))
             draw = partial(figures.time_to_loss, curves, target, results[0]["facts"])
             save(folder, "to_loss", results, time_to_loss.markdown(results, config, baseline), draw)
     print(time_to_loss.sooner(results, baseline))

@@ -26,13 +26,6 @@ def cells(result, results):
     ]
 
 
-def row(result, results):
-    texts = cells(result, results)
-    if len(texts) == 2:
-        return f"{texts[0]:{WIDTHS[0]}}  {texts[1]}"
-    return align(texts, WIDTHS)
-
-
 def align(texts, widths):
     """A line of the terminal's table, the first column to the left and the others to the right."""
     return "  ".join(text.ljust(w) if i == 0 else text.rjust(w) for i, (text, w) in enumerate(zip(texts, widths)))

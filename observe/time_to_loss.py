@@ -7,7 +7,7 @@ import statistics
 from typing import NamedTuple
 
 from observe.measure import SETTLING_STEPS, plain
-from observe.tables import align, markdown_table
+from observe.tables import markdown_table
 
 COLUMNS = ("rung", "final loss", "tokens", "× before", "× first", "seconds", "× before", "× first")
 WIDTHS = (22, 17, 13, 8, 8, 11, 8, 8)
@@ -94,16 +94,6 @@ def cells(results):
             ratio = other[0][key] / result[key] if other and other[0][key] and result[key] else None
             texts.append("" if ratio is None else f"{ratio:.2f}")
     return texts
-
-
-def head():
-    return align(COLUMNS, WIDTHS)
-
-
-def row(results):
-    """The last rung's line in the terminal."""
-    texts = cells(results)
-    return align(texts, WIDTHS) if len(texts) > 2 else f"{texts[0]:{WIDTHS[0]}}  {texts[1]}"
 
 
 def markdown(results, config, baseline):
