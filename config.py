@@ -48,9 +48,9 @@ class Basics:
     lr: float = 6e-4
     """Peak learning rate."""
     run_name: str | None = None
-    """Folder of the run in log_dir, and its name on wandb; by default the model and the time of day."""
+    """Folder of the run in log_dir, and its name on wandb; by default the model, date and time."""
     resume: str = "auto"
-    """auto: the newest checkpoint of --run_name, if any; never: none; PATH of a checkpoint or run: with its flags."""
+    """auto: from the newest checkpoint of --run_name, if any; never; or PATH of a checkpoint or run, and its flags."""
     config: str | None = None
     """Take defaults from this YAML file, {flag: value}. Every run writes its flags to RUN/flags.yaml."""
     wandb: Literal["auto", "online", "offline", "disabled"] = "auto"
@@ -233,7 +233,7 @@ class Measuring:
         str,
         tyro.conf.arg(
             help="The ladder's rungs, comma-separated, in the order to climb; a+b turns on both in one rung. A rung "
-            f"that is not named stays off. Rungs: {', '.join(RUNGS)}. all: every rung whose flags are on."
+            f"that is not named stays off. Rungs: {', '.join(RUNGS)}. all: every rung that is on, or on by default."
         ),
     ] = "all"
     ladder_steps: int = 20
@@ -261,8 +261,8 @@ def defaults(arguments):
     """A command line's default Config: the recipes of --demo, --model tiny and --optimizer muon, overridden by flags of
     --resume's run, then by --config's.
 
-    --ladder uses --demo's if there is no GPU and no flag names data, model or device; it compiles a tiny model.
-    Raises UserError for a file that is not one of flags.
+    --ladder uses --demo's if there is no GPU and no flag names data, model or device; it then compiles the tiny model.
+    Raises UserError for a file without flags.
     """
     own, values = given(spell_switches(Config, arguments)), {}
     if {"--help", "-h"} & set(arguments):

@@ -41,7 +41,7 @@ def newest(folder, distributed):
                 verify(path)
                 return path.name
             except UserError as error:
-                print(f"{error}: trying the previous one")
+                print(f"{error}: not used")
         if found:
             raise UserError(
                 f"every checkpoint in {folder} is damaged: choose another --run_name (--init_from loads weights only)"
@@ -196,8 +196,10 @@ def load_config(name):
     return config
 
 
-MODELS = "a run, a checkpoint, a Hugging Face folder, gpt2, gpt2-medium, gpt2-large or gpt2-xl, or a .pt of nanoGPT or "
-MODELS += "build-nanogpt"
+MODELS = (
+    "a run, a checkpoint, a Hugging Face folder, gpt2, gpt2-medium, gpt2-large or gpt2-xl, or a .pt of nanoGPT or "
+    "build-nanogpt"
+)
 
 
 @contextlib.contextmanager

@@ -29,7 +29,8 @@ from parallel.fsdp import fill
 FILE_BYTES = 2**30  # a rank's files are about this large: each is copied in memory before it is written
 
 
-def is_sharded(model):
+def has_dtensors(model):
+    """Whether a model's parameters are sharded, and its checkpoints pieces."""
     return isinstance(next(model.parameters()), DTensor)
 
 
@@ -102,6 +103,7 @@ def same_bytes(a, b):
 
 
 def local(tensor):
+    """A DTensor's shard on this rank; any other tensor as it is."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
@@ -123,7 +125,7 @@ def reader_of(folder, files):
 
 
 def saved_names(folder, files):
-    """The names of all tensors in a checkpoint's files."""
+    """The names of all tensors in a checkpoint's files, to tell the format of an older one."""
     return reader_of(folder, files).read_metadata().state_dict_metadata.keys()
 
 

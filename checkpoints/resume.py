@@ -134,7 +134,7 @@ def changed_data(start, config, data, total):
     if not config.allow_other_data:
         raise UserError(
             f"{start.resumed} was trained on other data than {config.data_dir}: {difference}; continue with the same "
-            "data, or add --allow_other_data to continue at the same token position of these"
+            "data, or add --allow_other_data to continue at the same token position of the new data"
         )
     reason = f"{difference}; training continues at token {loader['position']:,} of {config.data_dir}"
     return [Note("allow_other_data", True, reason)]

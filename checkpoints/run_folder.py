@@ -57,9 +57,9 @@ def facts_of(folder):
 
 
 def flags_file_of(flags):
-    """The flags.yaml of the run that a command line, {flag: text}, continues by --resume PATH, or None.
+    """The flags.yaml of the run that --resume PATH names, or None; older versions wrote none.
 
-    A branch, which a repeated command continues, has its own. Older versions wrote none.
+    flags: a command line, {flag: text}. If this command has begun a branch before, it is the branch's flags.yaml.
     """
     resume, name = flags.get("resume"), flags.get("run_name")
     if not isinstance(resume, str) or resume in ("auto", "never"):
@@ -105,18 +105,21 @@ def run_of(checkpoint):
 
 def checkpoints_of(folder):
     """A run's checkpoint folders, the newest first."""
-    return sorted((path for path in Path(folder).glob("checkpoint_*") if path.name[11:].isdigit()), key=step_of)[::-1]
+    return sorted(
+        (path for path in Path(folder).glob("checkpoint_*") if path.name.removeprefix("checkpoint_").isdigit()),
+        key=step_of,
+    )[::-1]
 
 
 def step_of(path):
     """The step of a checkpoint folder, from its name."""
-    return int(path.name[11:])
+    return int(path.name.removeprefix("checkpoint_"))
 
 
 def set_aside_newer(folder, step):
-    """Rename a run's checkpoints after `step` to *.abandoned, and copy its logs, which are cut next, to such names.
+    """Rename a run's checkpoints after `step` to *.abandoned, after copying its logs, which the caller then cuts.
 
-    The newest checkpoint is the first, so that after an interruption the logs still reach the newest that is left.
+    The newest checkpoint goes first: after an interruption the logs cover all checkpoints that are left.
     """
     newer = [path for path in checkpoints_of(folder) if step_of(path) > step]
     for log in [folder / "log.txt", folder / "metrics.jsonl"] if newer else []:

@@ -32,7 +32,7 @@ def snapshot(model, optimizer, distributed):
     Rank 0 gets two dictionaries, weights and state, and the other ranks None. Of a sharded model every rank gets one
     dictionary with its own shards.
     """
-    if pieces.is_sharded(model):
+    if pieces.has_dtensors(model):
         return sharded_snapshot(model, optimizer, distributed)
     random_states = distributed.all_gather(random_state(distributed.device))
     state = {f"random.{rank}": each for rank, each in enumerate(random_states)}
@@ -72,14 +72,15 @@ def set_random_state(states, device):
 
 
 def modules_with_scales(model):
-    """The fp8 modules, whose scales each rank has for itself."""
+    """The fp8 modules, whose scales each rank has for itself; by attribute, since kernels/fp8.py needs Triton."""
     return [module for module in model.modules() if hasattr(module, "scales")]
 
 
 def write(folder, model, tensors, training, group=None):
     """Write a snapshot and `training`, a JSON-serializable dictionary, to a new folder, which appears atomically.
 
-    For a sharded model every rank calls this, with a gloo group of all ranks; `training` is rank 0's. Raises OSError.
+    For a sharded model every rank calls this, with a gloo group of all ranks; `training` is rank 0's. Returns
+    the folder, None on other ranks. Raises OSError.
     """
     folder = Path(folder)
     unfinished = folder.with_name(folder.name + ".unfinished")

@@ -11,7 +11,7 @@ NOT_SWEPT = {
     *"""
     demo ladder config resume rungs ladder_steps max_steps batch_warmup_steps log_dir run_name
     wandb wandb_group wandb_project peak_tflops val_tokens hellaswag_data hellaswag_limit
-    profile memory_snapshot
+    profile memory_snapshot keep_checkpoints allow_other_data
 """.split(),
 }
 

@@ -3,7 +3,7 @@
 - GELU and its gradient in a GEMM's epilogue, while the result is still in registers (kernels/mlp.py).
 - The choice of the algorithm: the first call with new shapes times the algorithms that cuBLASLt proposes and keeps the
   fastest one that gives the same bits as cuBLASLt's first proposal. So two ranks, or a run and its continuation, may
-  choose different algorithms. This makes a step with --fp8 1.5% faster, in bf16 up to 1%.
+  choose different algorithms. The choice makes a step with --fp8 1.5% faster, in bf16 up to 1%.
 
 Documentation: https://docs.nvidia.com/cuda/cublas/#using-the-cublaslt-api
 """

@@ -22,8 +22,8 @@ Transposes. On Hopper a float8 GEMM reads both inputs along the dimension that i
 over one dimension in forward and over the other one in backward. So each cast writes float8 twice, row-major and
 transposed, in one kernel (kernels/fp8_cast.py).
 
-In bf16 or float32 stay the embedding, the head (but for --fp8_head), attention, LayerNorm, the residual stream, the
-master weights, the gradients of the weights, the optimizer state, and evaluation.
+Not in float8: the embedding, the head (but for --fp8_head), attention, LayerNorm, the residual stream, the master
+weights, the gradients of the weights, the optimizer state, and evaluation.
 
 Sources: Micikevicius et al. 2022, "FP8 Formats for Deep Learning"; NVIDIA's Transformer Engine for delayed scaling.
 """
@@ -58,7 +58,7 @@ def convert(model, targets):
 def update_scales(model, micro_steps):
     """After an optimizer step: new scales from the mean amax of its micro-batches, and the new weights in float8.
 
-    A scale stays as it is where the amax is 0, infinite or NaN.
+    micro_steps: micro-batches that the step accumulated. A scale stays as it is where the amax is 0, infinite or NaN.
     """
     modules = scaled_modules(model)
     all_amax = [module.amax.grad for module in modules]

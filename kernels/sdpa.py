@@ -17,6 +17,7 @@ CAN_USE = dict(
     flash=cuda.can_use_flash_attention,
     efficient=cuda.can_use_efficient_attention,
 )
+# their forward operators, whose outputs selective activation checkpointing keeps
 OPERATORS = (
     "aten::_scaled_dot_product_flash_attention",
     "aten::_scaled_dot_product_cudnn_attention",
@@ -35,8 +36,8 @@ def missing(name, device, dtype, head_width):
 
 
 def use_backend(name):
-    """Let F.scaled_dot_product_attention choose this backend alone, in the whole process; any other name: PyTorch
-    chooses."""
+    """Let F.scaled_dot_product_attention choose this one of BACKENDS, or PyTorch's math where it has no kernel, in the
+    whole process; any other name: PyTorch chooses."""
     cuda.enable_cudnn_sdp(name == "cudnn" or name not in BACKENDS)
     cuda.enable_flash_sdp(name == "flash" or name not in BACKENDS)
     cuda.enable_mem_efficient_sdp(name == "efficient" or name not in BACKENDS)

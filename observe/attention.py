@@ -46,7 +46,7 @@ class Flags(TimingFlags):
     tokens: int | None = None
     """Tokens in each measurement, B × T; by default 65,536 on a GPU, 1,024 elsewhere."""
     lengths: tuple[int, ...] = ()
-    """Sequence lengths T, divisors of --tokens; by default the powers of two from 512 to 32,768."""
+    """Sequence lengths T, divisors of --tokens; by default the powers of two from 512 to 32,768, --tokens at most."""
     widths: tuple[int, ...] = (64, 128)
     """Widths D of a head, divisors of --n_embd."""
     n_embd: int = 768
@@ -179,7 +179,7 @@ def predicted_bytes(T, D, tokens, n_embd, on_chip):
     algorithms 0 and 1 (Dao et al. 2022), without a mask. on_chip: bytes of on-chip memory.
 
     Standard attention reads q and k, writes the scores, reads them, writes the probabilities, reads them and v, writes
-    y: Θ(T·D + T²). FlashAttention reads k and v once, a block of on_chip / 4D rows at a time, and for each block reads
+    y: Θ(T·D + T²). FlashAttention reads k and v once, a block of on_chip / 8D rows at a time, and for each block reads
     q and y and writes y: Θ(T²·D² / on_chip).
     """
     matrices = 2 * (tokens // T) * (n_embd // D)  # one per sequence and head, two bytes an element
@@ -198,7 +198,8 @@ def cells(result):
 
 def markdown(results, flags, device):
     text = markdown_table(COLUMNS, [cells(result) for result in results])
-    text += f"\n\n{flags.tokens:,} tokens, C = {flags.n_embd}. FLOPs are those of the causal half: 7·T·C a token."
+    text += f"\n\n{flags.tokens:,} tokens, C = {flags.n_embd}. FLOPs are those of the causal half: 7·T·C a token. "
+    text += "A GB is 2^30 bytes."
     on_chip = device.type == "cuda" and torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor
     if on_chip:
         rows = []

@@ -23,10 +23,10 @@ def limit_hellaswag(config, notes):
 
 
 def batches_of_rank(batches, title, distributed, stop_signal=None):
-    """Yield this rank's share of a sequence of batches, under a progress bar: the same for ranks that split layers.
+    """Yield this rank's share of the batches, with a progress bar. Ranks that split layers have the same share.
 
-    stop_signal: a StopSignal, or None. If one of them has received a signal, all ranks
-    raise Stopped, after the same number of batches.
+    stop_signal: a StopSignal, or None. If that of any rank has received a signal, all ranks raise Stopped, after the
+    same number of batches.
     """
     alone = distributed.world_size == 1
     for first in progress(range(0, len(batches), distributed.data_context_size), title):
@@ -46,9 +46,10 @@ def validation_sequences(stream, config):
 
 @torch.no_grad()
 def validation_loss(losses_of, stream, config, distributed, stop_signal=None):
-    """Mean loss over the first val_tokens of the stream, or over all, in whole sequences and at least one.
+    """Mean loss in nats per token over the first val_tokens of the stream, or all, in whole sequences, at least one.
 
-    The tokens are the same for any batch size, micro-batch size and number of ranks. Raises Stopped as batches_of_rank.
+    losses_of(x, y): each token's loss, (B, T), 0 where y is -1. The tokens are the same for any batch size, micro-batch
+    size and number of ranks. Raises Stopped as batches_of_rank.
     """
     B, T, device = config.micro_batch_size, config.seq_len, distributed.device
     sequences = validation_sequences(stream, config)
@@ -78,7 +79,7 @@ def bits_per_byte(loss, stream, config):
 
 @functools.cache
 def bytes_of_text(stream, tokens):
-    """Bytes of a validation's targets; at least 1, which a shard of <|endoftext|> alone does not have."""
+    """Bytes of a validation's targets; at least 1, also if all are <|endoftext|>."""
     return max(1, int(token_bytes()[stream.read(1, tokens)].sum()))
 
 

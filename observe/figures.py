@@ -1,7 +1,7 @@
-"""Figures: the ladder, sweeps, attention, links, kernels, the roofline. Each function writes one PNG."""
+"""Figures: the ladders, sweeps, attention, links, kernels, the roofline. A function with a `path` writes one PNG."""
 
 import statistics
-from itertools import product
+from itertools import cycle, product
 
 INK, MUTED, RULE = "#1f2328", "#6a737d", "#d8dee4"
 SPEED, MEMORY = "#2f6fbb", "#c77d2e"
@@ -201,7 +201,8 @@ def heat_map(axes, results, path):
 def attention(results, path):
     """Time and memory of each attention kernel against the sequence length; a cross where memory ran out.
 
-    results: of observe/attention.py. Lines are solid for the first width of a head, dashed for the second.
+    results: of observe/attention.py. Lines are solid for the first width of a head, dashed for the second, dash-dotted
+    for the third.
     """
     done = [result for result in results if result["status"] == "done"]
     measures = dict(ms="forward and backward, ms", peak_gb="peak memory, GB")
@@ -210,7 +211,7 @@ def attention(results, path):
     figure, axes = new_figure(1 + 5.5 * len(shown), 5, columns=len(shown))
     names, widths = (list(dict.fromkeys(result[key] for result in results)) for key in ("name", "D"))
     for ax, key in zip(axes, shown):
-        for (name, color), (D, style) in product(zip(names, PALETTE), zip(widths, ("-", "--", ":"))):
+        for (name, color), (D, style) in product(zip(names, PALETTE), zip(widths, cycle(("-", "--", "-.")))):
             line = [point for point in points if (point["name"], point["D"]) == (name, D)]
             if not line:
                 continue

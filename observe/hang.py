@@ -1,9 +1,9 @@
 """A hang of several ranks: every rank's stacks and flight recorder in the run's folder, and one line that names the
 rank for which the others wait.
 
-PyTorch's flight recorder keeps each rank's last 2,000 collectives. A thread on every rank watches for new collectives.
-When none starts on its rank for LIMIT seconds, it alerts all ranks through the process group's store, which works
-without collectives.
+PyTorch's flight recorder keeps each rank's last 2,000 collectives. A thread on every rank watches for new collectives
+of the default group. When none starts on its rank for LIMIT seconds, it alerts all ranks through the process group's
+store, which works without collectives.
 https://docs.pytorch.org/tutorials/unstable/flight_recorder_tutorial.html
 """
 
@@ -21,8 +21,9 @@ import torch
 import torch.distributed as dist
 
 from common.cli import ROOT
+from common.progress import print_over_bar
 
-LIMIT = 480  # seconds without a new collective. NCCL ends the job after 10 minutes, in the first group after 30.
+LIMIT = 480  # seconds without a new collective. NCCL's timeout is 30 minutes in the default group, 10 in others.
 ANSWER = 10  # seconds that a rank has to answer an alert
 ALERT = "hang"  # prefix of the keys in the store; the number of the report follows
 
@@ -79,7 +80,7 @@ def report(folder, rank, world_size, store, alert):
             faulthandler.dump_traceback(file)
         (folder / f"flight_recorder_rank_{rank}").write_bytes(trace)
     except OSError as error:
-        print(f"rank {rank}: cannot write {folder} ({error.strerror})")
+        print_over_bar(f"rank {rank}: cannot write {folder} ({error.strerror})")
     store.set(f"{alert} {rank}", json.dumps(answer))
     keys = {other: f"{alert} {other}" for other in range(world_size)}
     until = time.monotonic() + ANSWER
@@ -87,7 +88,9 @@ def report(folder, rank, world_size, store, alert):
         time.sleep(0.1)
     answers = {other: json.loads(store.get(key)) for other, key in keys.items() if store.check([key])}
     if rank == min(answers):
-        print(f"no collective for {LIMIT} s: {explain(answers, world_size)}; stacks and flight recorder: {folder}/")
+        print_over_bar(
+            f"no collective for {LIMIT} s: {explain(answers, world_size)}; stacks and flight recorder: {folder}/"
+        )
 
 
 def dump_flight_recorder():

@@ -3,11 +3,13 @@
 import platform
 import re
 import resource
+import shlex
 import subprocess
 import sys
-from pathlib import Path
 
 import torch
+
+from common.cli import ROOT
 
 # Dense bf16 peak in TFLOP/s (fp16 for V100 and T4, which have no bf16), from NVIDIA's data sheets. The first key that
 # is a whole word of the device's name applies, so "H100 PCIe" comes before "H100".
@@ -65,9 +67,8 @@ def peak_memory(device):
 
 def environment(device):
     """{name: value} of versions, hardware, command and git commit. A value that does not apply is None."""
-    root = Path(__file__).parent.parent
     try:
-        git = subprocess.run(["git", "rev-parse", "HEAD"], cwd=root, capture_output=True, text=True)
+        git = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True)
         commit = git.stdout.strip() if git.returncode == 0 else None  # None: not a checkout
     except FileNotFoundError:
         commit = None  # git is not installed
@@ -78,6 +79,6 @@ def environment(device):
         cuda=torch.version.cuda if gpu else None,
         cudnn=torch.backends.cudnn.version() if gpu else None,
         hardware=torch.cuda.get_device_name(device) if gpu else f"{platform.machine()} {device.type}",
-        command=" ".join(sys.argv),
+        command=shlex.join(sys.argv),
         git_commit=commit,
     )

@@ -33,13 +33,13 @@ class Plan:
     gpu: str = "H100"
     """Kind of GPU, for its peak, unless --peak_tflops gives it."""
     memory: float = 80.0
-    """Memory of a GPU, in GB."""
+    """Memory of a GPU, in GB (2^30 bytes)."""
     mfu: float = 0.54
     """MFU of a GPU alone with large micro-batches; 0.52 to 0.57 are measured on H200s for 124M and 1558M."""
     link: float = 300.0
-    """GB a second that a GPU sends inside a machine; NVLink between H200s: 300, measured."""
+    """GB (10^9 bytes) a second that a GPU sends inside a machine; NVLink between H200s: 300, measured."""
     network: float = 400.0
-    """GB a second that a machine sends to others; 8 × 400 Gb/s InfiniBand: 400, 100 Gb/s Ethernet: 12.5."""
+    """GB (10^9 bytes) a second that a machine sends to others; 8 × 400 Gb/s InfiniBand: 400, 100 Gb/s: 12.5."""
 
 
 def plan(config, given):

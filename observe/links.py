@@ -47,7 +47,7 @@ class Flags(TimingFlags):
     """Time the collectives between the ranks at hand, and estimate what they cost a training step."""
 
     largest: int | None = None
-    """Bytes of the largest collective; by default 1 GB (2^30 bytes) on GPUs, 16 MB elsewhere. The smallest has 1 KB."""
+    """Upper limit of the sizes, powers of 4 from 1 KB; by default 1 GB (2^30 bytes) on GPUs, 16 MB elsewhere."""
     models: tuple[Literal["gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl", "tiny"], ...] = (
         "gpt2",
         "gpt2-medium",

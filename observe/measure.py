@@ -126,7 +126,9 @@ def explain(output, code, where):
 
 
 def prepare(log_dir, run_name, kind, goes_on=True):
-    """Make the folder for the results. Raises UserError if it exists or cannot be made.
+    """Make the results' folder with an empty KIND.json, and let SIGTERM end the process as Ctrl-C does.
+
+    Raises UserError if the folder exists or cannot be made.
 
     goes_on: an existing folder of the same kind is taken, and measure() skips the runs that are done in it.
     """

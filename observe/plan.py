@@ -13,7 +13,7 @@ from parallel.memory import data_ranks
 def print_plan(trainer, notes, start, train_stream, val_stream, hellaswag, log, switches):
     """Print what is about to run.
 
-    trainer: train_gpt2.Trainer; notes: of resolve(); start: checkpoints.resume.Start; hellaswag: the items to evaluate,
+    trainer: train_gpt2.Trainer; notes: of resolve(); start: checkpoints.resume.Start; hellaswag: a MultipleChoice,
     or None; switches: {name: on} of the optimizations, in the order and with the names to print, such as
     {"tf32": True, "autocast bf16": True, "fp8": False}.
     """

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 
 from common.device import missing_package
+from common.progress import print_over_bar
 
 PERIOD = 0.25  # seconds between two samples
 
@@ -66,7 +67,7 @@ class PowerMeter:
                 self.sample = read(handle)
             except NVMLError as error:
                 self.sample = Sample()
-                print(f"{device}: power, clock and temperature are no longer logged: NVML: {error}")
+                print_over_bar(f"{device}: power, clock and temperature are no longer logged: NVML: {error}")
                 return
 
     def joules(self):

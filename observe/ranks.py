@@ -15,7 +15,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from observe.power import PowerMeter
-from observe.step_memory import StepMemory
+from observe.step_memory import MemoryRecorder
 from observe.tables import align
 
 BEHIND = 0.02  # a rank whose own time is this much above the others' median is named on the step line
@@ -39,14 +39,14 @@ class RankMonitor:
     """Measures this rank's steps, the memory of one of them, and passes the reports on to all ranks.
 
     Own times are DDP's alone: models that are sharded or split by --tensor, --context or --pipeline have collectives
-    inside forward and backward, which make all ranks as slow as the slowest. Those of the first two steps are not
-    measured.
+    inside forward and backward, which make all ranks as slow as the slowest. Own times of the first two steps
+    are not measured.
     """
 
     def __init__(self, model, train_forward, optimizer, config, distributed):
         """model: a GPT; train_forward: the same, in DDP or not; config: a resolved Config."""
         self.distributed = distributed
-        self.memory = StepMemory(model, optimizer, config, distributed.device)
+        self.memory = MemoryRecorder(model, optimizer, config, distributed.device)
         self.power = PowerMeter(distributed.device)
         self._steps = 0
         self._last_gradient = None
@@ -91,8 +91,10 @@ class RankMonitor:
         return rows
 
     def end_step(self, sums):
-        """(seconds of this step, the RankReports of the step before, this rank's memory by StepMemory.end_step). sums:
-        the elements of report(), summed over the ranks. Call it when the host has waited for the step's gradients."""
+        """(seconds of this step, the RankReports of the step before, this rank's memory by MemoryRecorder.end_step).
+
+        sums: the elements of report(), summed over the ranks. Call it once the host has the step's gradients.
+        """
         measured = self._last_gradient is not None and self._steps >= SETTLING
         own_ms = self._ms(self._start, self._last_gradient) if measured else math.nan
         sample = self.power.sample

@@ -37,7 +37,7 @@ class RunLog:
     """Prints and logs one run. Only rank 0 makes one.
 
     log.txt has lines of `{step} {stream} {value}`, stream one of train, val, hella; metrics.jsonl has
-    everything, one object per line. A step's number is the number of updates before the step.
+    everything, one object per line. A step's number is the number of steps before it, skipped ones included.
     """
 
     def __init__(self, config, flags, distributed, flops_per_token, resumed=None, training=None):

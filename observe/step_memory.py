@@ -26,7 +26,7 @@ RECORDED_STEP = SETTLING_STEPS - 2
 ALIGNMENT = 256  # columns, at most, by which the vocabulary is padded in memory
 
 
-class StepMemory:
+class MemoryRecorder:
     """Records the allocations of one step on a GPU. On other devices it does nothing."""
 
     def __init__(self, model, optimizer, config, device):

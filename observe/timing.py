@@ -21,13 +21,13 @@ class TimingFlags:
     """What all commands that time kernels have."""
 
     repeats: int = 20
-    """Runs of one measurement."""
+    """Runs of one measurement, fewer if they take more than 2 s."""
     device: Literal["auto", "cuda", "cpu", "mps"] = "auto"
     """auto: a GPU if there is one."""
     log_dir: str = "log"
     """Folder in which the results' folder is made."""
     run_name: str | None = None
-    """Name of the results' folder; by default the command's and the time of day."""
+    """Name of the results' folder; by default the command's, with date and time."""
 
 
 def dtype_of_activations(device):
@@ -42,6 +42,8 @@ def time_of(device, function, first=lambda: None):
     """(ms, the result) of a function, by the device's clock. first(): work of the device before it, not timed."""
     if device.type != "cuda":
         first()
+        if device.type == "mps":
+            torch.mps.synchronize()
         began = time.perf_counter()
         result = function()
         if device.type == "mps":

@@ -1,4 +1,4 @@
-"""Save a view of a wandb project with the panels to watch during a run, in order: loss, speed, GPUs, ranks.
+"""Save a view of a wandb project with the panels to watch during a run, in order: loss, speed, GPUs.
 
     python -m observe.wandb_view                                  # of the project "gpt2" of the login's default entity
     python -m observe.wandb_view --entity TEAM --project NAME
@@ -9,10 +9,10 @@ https://docs.wandb.ai/ref/wandb_workspaces/workspaces
 
 import common.interrupt  # first: Ctrl-C during the other imports
 
-import importlib.util
 from dataclasses import dataclass
 
 from common.cli import UserError, first_line, parse, run
+from common.device import missing_package
 from config import Config
 
 # {section: {panel: the metrics that it draws}}, of observe/run_log.py
@@ -34,14 +34,14 @@ VIEW = {
         "Power of all GPUs, W": ("train/watts",),
         "Slowest SM clock, MHz": ("train/sm_mhz",),
         "Hottest GPU, °C": ("train/celsius",),
-        "How far the slowest rank is behind": ("train/slowest_behind",),
+        "Slowest rank behind the median, fraction": ("train/slowest_behind",),
     },
 }
 
 
 @dataclass
 class Flags:
-    """Save a view of a wandb project with the panels to watch during a run: loss, speed, GPUs, ranks."""
+    """Save a view of a wandb project with the panels to watch during a run: loss, speed, GPUs."""
 
     project: str = Config.wandb_project
     """The project, train_gpt2.py's --wandb_project."""
@@ -53,8 +53,8 @@ class Flags:
 
 def main():
     flags = parse(Flags)
-    if not importlib.util.find_spec("wandb_workspaces"):
-        raise UserError("this needs a package: pip install wandb-workspaces")
+    if problem := missing_package("wandb_workspaces", "wandb-workspaces"):
+        raise UserError(problem)
     import wandb
 
     try:

@@ -6,7 +6,7 @@ block's precision. Each number is divided by the scale and stored as the index (
 which lie denser around 0: AdamW divides one moment by the root of the other, so small numbers matter.
 
 Blocks do not cross rows. The codes and scales of a sharded weight are therefore sharded by rows too, and a checkpoint
-loads on any number of ranks. torchao's AdamW8bit supports neither this nor bf16 moments. Biases and
+loads on any number of ranks. torchao's AdamW8bit supports neither such resharding nor bf16 moments. Biases and
 LayerNorms, 0.1% of the parameters, keep float32 moments.
 """
 

@@ -7,9 +7,9 @@ U Vᵀ with GEMMs alone, in bf16: an odd polynomial of M acts on its singular va
 
 AdamW updates the embeddings, whose rows are single tokens' vectors, the biases and the LayerNorms (Liu et al. 2025).
 
-Ranks share the work. With ddp every rank orthogonalizes some of the matrices, and an all-gather collects the results.
-With zero2, zero3 and hsdp an all-to-all collects whole matrices from their shards, each on one rank, and another one
-returns the results.
+Ranks share the work. With ddp, without --pipeline, every rank orthogonalizes some of the matrices, and an all-gather
+collects the results. With zero2, zero3 and hsdp an all-to-all collects whole matrices from their shards, each on one
+rank, and another one returns the results.
 """
 
 import math
@@ -41,11 +41,11 @@ class Muon(torch.optim.Optimizer):
     both take similar learning rates (Liu et al. 2025, arXiv 2502.16982). Weight decay is decoupled, as in AdamW.
     """
 
-    def __init__(self, groups, adamw, momentum=0.95, coefficients=COEFFICIENTS):
-        """groups: dictionaries with params (matrices of one shape), lr, weight_decay, and parts: the number of
-        matrices, one above the other, that each parameter consists of. adamw: the AdamW for the rest; if its
-        default `fused` is True, both read found_inf."""
-        super().__init__(groups, dict(momentum=momentum, coefficients=coefficients, fused=adamw.defaults["fused"]))
+    def __init__(self, groups, adamw, momentum=0.95):
+        """groups: dictionaries with params (matrices of one shape), lr, its peak, weight_decay, and parts: the number
+        of matrices, one above the other, that each parameter consists of. adamw: the AdamW for the rest; if its
+        default `fused` is True, both read found_inf. momentum: the decay rate of the mean of the gradients."""
+        super().__init__(groups, dict(momentum=momentum, coefficients=COEFFICIENTS, fused=adamw.defaults["fused"]))
         self.matrices = list(self.param_groups)
         self.adamw = adamw
         self.param_groups += adamw.param_groups
@@ -99,6 +99,7 @@ def orthogonalize(x, coefficients=COEFFICIENTS):
 
 
 def local(tensor):
+    """A DTensor's shard on this rank; any other tensor as it is."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 

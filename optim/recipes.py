@@ -46,6 +46,6 @@ RECIPES = {
     "learning rate 1.8e-3": dict(lr=1.8e-3),
     "linear decay to 0": dict(lr_schedule="linear", min_lr_ratio=0.0),
     "Muon": MUON,
-    "batch warm-up": dict(batch_warmup_steps=8000),  # 2 billion tokens, GPT-3: 4 to 12; a short run: fewer
+    "batch warm-up": dict(batch_warmup_steps=8000),  # 2 billion tokens (GPT-3: 4 to 12); fewer in a short run
     "fp8, also in the head": dict(fp8=True, fp8_head=True),
 }

@@ -20,7 +20,7 @@ def learning_rate(step, config, peak):
     """The learning rate of step `step` (from 0) for a peak rate: linear warm-up to the peak, then by lr_schedule.
 
     cosine and linear decay to min_lr_ratio * peak at max_steps. wsd (warm-up, stable, decay; Hu et al. 2024, "MiniCPM")
-    stays at the peak, and decays linearly over the last cooldown_ratio of all steps. constant stays.
+    stays at the peak, and decays linearly over the last cooldown_ratio of all steps. constant: the peak.
     GPT-3 (Brown et al. 2020, appendix B): linear warm-up over 375M tokens, cosine decay to 10%.
     """
     if step < config.warmup_steps:
@@ -57,8 +57,8 @@ def tokens_to_train(config, step, data_size):
 
 
 def match_tokens(config, micro_batch_size, data_size):
-    """config with max_steps raised so that its growing batches read the tokens of config.max_steps full batches,
-    at most one batch fewer.
+    """config with this micro_batch_size, and with max_steps raised to make up for the tokens that the batch warm-up
+    leaves out, to within one batch. data_size: the ranks, or groups of ranks, that divide the batch.
     """
     config = dataclasses.replace(config, micro_batch_size=micro_batch_size)
     missing = config.max_steps * config.total_batch_size - tokens_to_train(config, 0, data_size)

@@ -79,7 +79,7 @@ def check_accumulation(config, distributed):
 
 
 def check_machines(config, distributed):
-    """A collective. Raises UserError for hsdp on machines with different numbers of ranks, without --shard_ranks."""
+    """A collective. Raises UserError for hsdp without --shard_ranks if machines differ in their number of ranks."""
     if config.parallel == "hsdp":
         size = shard_group_size(config, distributed)
         if distributed.all_reduce(size - distributed.minimum(size))[0]:
@@ -87,7 +87,7 @@ def check_machines(config, distributed):
 
 
 def blocks_together(config):
-    """Number of blocks in one FSDP unit: their weights are gathered together."""
+    """Number of blocks in one FSDP unit, a third of all at most: their weights are gathered together."""
     return max(1, min(math.ceil(MIN_ALL_GATHER_PARAMS / (12 * config.n_embd**2)), config.n_layer // 3))
 
 
@@ -160,7 +160,7 @@ def reshard_after_forward(unit, model, config):
 
 @contextlib.contextmanager
 def gathered(model, config):
-    """Every rank holds all weights inside this context, for evaluation: no gradients, any number of forwards.
+    """Every rank holds all weights of its part of the model inside this context: no gradients, any number of forwards.
 
     Does nothing for a model that is not sharded. Raises UserError if the weights do not fit.
     """

@@ -101,6 +101,7 @@ def less_memory(micro_batch_size=1):
 
 
 def count_params(config):
+    """Parameters without biases and LayerNorms: 12·L·C² + (V + T)·C."""
     return 12 * config.n_layer * config.n_embd**2 + (VOCAB_SIZE + config.seq_len) * config.n_embd
 
 
@@ -174,8 +175,8 @@ def bytes_of_weights(config, distributed):
     params, embeddings = params_of_rank(config), params_of_embeddings(config)
     width = compute_bytes(config)
     if not is_sharded(config):
-        # bf16 weights beside the float32 ones, which autocast casts
-        return (4 + 2) * params, 4 * params
+        # float32 weights, and the 16-bit copies that autocast makes of them
+        return (4 + (width if width < 4 else 0)) * params, 4 * params
     own = 4 * params / shard_group_size(config, distributed)
     if config.pipeline > 1:
         # FSDP keeps the weights gathered and accumulates whole gradients in float32 until the last micro-batch

@@ -16,8 +16,8 @@ The head costs as much as several blocks (4.5 in GPT-2 124M), so the last stage 
 of the first stage: both have the table, start from the same weights, add up their gradients, and make the same updates.
 """
 
+import itertools
 from copy import copy
-from itertools import accumulate
 
 import torch
 import torch.distributed as dist
@@ -143,7 +143,7 @@ class Stage(nn.Module):
         self.embed, self.head, self.find_documents = model.embed, model.head, model.find_documents
         self.autocast, self.micro_batches = model.autocast, None
         self.compiled = torch.compile(self.compute, dynamic=False) if model.flags.compile else self.compute
-        # torch.compile limits the graphs of one function to 8; the shapes of evaluations have four for each stage
+        # torch.compile keeps 8 graphs of one function; evaluations need four for each stage
         self.compile_evaluations = model.flags.stages_per_rank == 1
 
     def forward(self, x, idx=None, targets=None, reduction="mean", at=None, cache=None):
@@ -187,7 +187,7 @@ class Pipeline(GPT):
         Stage s is on rank s % N, so that the next stage is always on the next rank. Returns {stage: its blocks}.
         """
         self.group, self.rank, self.size = mesh.get_group(), mesh.get_local_rank(), mesh.size()
-        ends = list(accumulate(blocks_of_stages(self.flags, self.config.vocab_size), initial=0))
+        ends = list(itertools.accumulate(blocks_of_stages(self.flags, self.config.vocab_size), initial=0))
         parts, last = self.transformer, len(ends) - 2
         own = range(self.rank, last + 1, self.size)
         self.stages = nn.ModuleList(

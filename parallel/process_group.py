@@ -103,7 +103,7 @@ class Distributed:
     def all_gather(self, tensor):
         """Every rank's tensor, of one shape and dtype: a list of CPU tensors in the order of ranks."""
         if not dist.is_initialized():
-            return [tensor]
+            return [tensor.cpu()]
         tensors = [torch.empty_like(tensor, device=self.device) for _ in range(self.world_size)]
         dist.all_gather(tensors, tensor.to(self.device))
         return [tensor.cpu() for tensor in tensors]

@@ -3,7 +3,8 @@
 In an all-gather or a reduce-scatter of S bytes by n ranks each rank sends (n-1)/n S, in an all-reduce twice that
 (Patarasuk and Yuan 2009). Over several machines, the ranks of a machine do so first, and then the machines:
 
-    (n-1)/n S / link  +  (m-1)/m S / network         n ranks in each of m machines; bytes/s of a GPU, and of a machine
+    (n-1)/n S / link  +  (m-1)/m S g / network       n ranks in each of m machines, of which g groups share the network;
+                                                     link and network in bytes/s of a GPU, and of a machine
 
 With P parameters on a rank, 16-bit weights and float32 gradients, a step of M micro-batches has
 
@@ -24,8 +25,9 @@ first block and its reduce-scatter after all others. With x = B T C / N numbers 
                  the bubble, (N-1)/V micro-batches              once a step             waits
                  (Narayanan et al. 2021, sections 2.2 and 3.2)
 
-Activation checkpointing repeats the collectives of a block's forward. --tensor and --pipeline with ddp use FSDP, which
-overlaps the all-reduce; with --pipeline all averaging comes after the last micro-batch, and waits.
+"full" activation checkpointing repeats the collectives of a block's forward, "selective" its all-gathers. --tensor and
+--pipeline with ddp use FSDP, which overlaps the all-reduce; with --pipeline all averaging comes after the last
+micro-batch, and waits.
 """
 
 from dataclasses import dataclass
@@ -38,7 +40,7 @@ from parallel.pipeline import blocks_of_ranks
 
 # Measured with GPT-2 124M and 1558M on H200s: docs/benchmarks.md, docs/scaling.md
 LAYER_SECONDS = 0.3e-3  # of a block in each micro-batch, however small: 108.6, 56.4 and 30 ms for 64, 32 and 16 x 1024
-STEP_SECONDS = 2e-3  # the update, and the rest of a step
+STEP_SECONDS = 2e-3  # the update, and the rest of a step; 25 ms for 1558M, 1% of a step that the fit absorbs
 SLOWEST = 1.015  # several GPUs wait for the slowest
 SHARDED = dict(ddp=1.03, zero2=1.03, zero3=1.05, hsdp=1.05)  # FSDP's computation, against DDP's; hsdp: as zero3
 LATENCY = 20e-6  # of a collective, however small: an assumption
@@ -103,6 +105,7 @@ def flops_of_block(config):
 
 
 def flops_of_head(config):
+    """FLOPs per token, forward and backward, of the head. Positions count too, as in the 6N of MFU."""
     return 6 * (VOCAB_SIZE + config.seq_len) * config.n_embd
 
 
@@ -118,7 +121,7 @@ def micro_batch_seconds(config, cluster):
 
 
 def split_seconds(config, distributed, cluster):
-    """Communication of one micro-batch for --tensor, --context and --pipeline."""
+    """Seconds of one micro-batch's communication for --tensor, --context and --pipeline."""
     tensor, context, pipeline = config.tensor, config.context, config.pipeline
     x = compute_bytes(config) * config.micro_batch_size * config.seq_len * config.n_embd / context  # bytes
     blocks = max(blocks_of_ranks(config))
@@ -138,7 +141,7 @@ def split_seconds(config, distributed, cluster):
 
 
 def averaging_seconds(config, distributed, cluster):
-    """Communication of weights and gradients: (of every micro-batch, once a step)."""
+    """Seconds of communication of weights and gradients: (in every micro-batch, once a step)."""
     params, tensor, shards = params_of_rank(config), config.tensor, shard_group_size(config, distributed)
     gradient = 2 if config.bf16_gradients else 4
     group = group_of(shards, tensor, cluster)

@@ -16,7 +16,7 @@ The residual stream and the LayerNorms are split along the sequence (Korthikanti
 That is two all-gathers and two reduce-scatters for a block's forward and as many for its backward, in every
 micro-batch. Computation waits for them, so the N ranks need the fastest links: those inside one machine. Evaluations
 have sequences of any length. There, and if N does not divide the sequence length of training, the residual stream is
-whole on every rank, and all-reduces replace the other two.
+whole on every rank, and all-reduces replace all-gathers and reduce-scatters.
 
 The embedding table, which is also the head, is split by rows. A rank looks up the tokens of its rows, and computes
 their columns of the logits. The cross-entropy all-reduces three numbers for each token (the maximum, the sum of the
@@ -64,7 +64,7 @@ def check_flags(config, distributed, notes):
 
 
 def sequence_parts(config):
-    """Number of parts in which the ranks of --tensor have the residual stream; 1: its length does not divide."""
+    """Number of parts of the residual stream over the ranks of --tensor; 1 if they do not divide its length."""
     return 1 if config.seq_len // config.context % config.tensor else config.tensor
 
 

@@ -25,8 +25,7 @@ def test_environment_and_peaks():
 
 def test_git_commit(tmp_path, monkeypatch):
     """The commit of the repository that contains the code, wherever the command runs."""
-    (tmp_path / "observe").mkdir()
-    monkeypatch.setattr(hardware, "__file__", str(tmp_path / "observe" / "hardware.py"))
+    monkeypatch.setattr(hardware, "ROOT", tmp_path)
     assert environment(CPU)["git_commit"] is None  # no repository
     git = ["git", "-C", tmp_path, "-c", "user.name=a", "-c", "user.email=a@b"]
     subprocess.run([*git, "init", "-q"], check=True)

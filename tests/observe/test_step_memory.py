@@ -5,7 +5,7 @@ import torch
 
 from config import Config
 from model import GPT, GPTConfig
-from observe.step_memory import RECORDED_STEP, StepMemory, describe_memory, parts_at_peak
+from observe.step_memory import RECORDED_STEP, MemoryRecorder, describe_memory, parts_at_peak
 from optim.optimizer import make_optimizer
 from parallel.process_group import Distributed
 from train_gpt2 import build, train_step
@@ -59,7 +59,7 @@ def test_logits_are_known_by_their_size():
 
     def is_logits(size, **flags):
         config = Config(micro_batch_size=12, seq_len=1024, **flags)
-        return StepMemory(model, None, config, torch.device("cpu"))._is_logits(size)
+        return MemoryRecorder(model, None, config, torch.device("cpu"))._is_logits(size)
 
     whole = dict(fused_cross_entropy=False)
     assert is_logits(12288 * 50304 * 2, **whole) and is_logits(12288 * 50257 * 4, **whole)
@@ -75,7 +75,7 @@ def test_what_is_held_before_a_step():
     numbers = sum(p.numel() for p in model.parameters())
     bucket, start = torch.zeros(numbers), 0
     optimizer = make_optimizer(model, config)
-    memory = StepMemory(model, optimizer, config, torch.device("cpu"))
+    memory = MemoryRecorder(model, optimizer, config, torch.device("cpu"))
     steps = 4 * len(list(model.parameters()))  # AdamW's step counters
     expected = dict(weights=4 * numbers, gradients=0, optimizer_states=8 * numbers + steps)
     assert {part: size for part, size in memory._count_held(10**6).items() if part in expected} == expected
