@@ -289,14 +289,14 @@ def test_a_run_whose_folder_is_deleted_goes_on(tmp_path, corpus):
 
 def test_a_rank_that_dies_is_replaced(tmp_path, corpus, train):
     whole = train(
-        "whole", *MUON, *EVERY_3, "--max_steps", 24, ranks=2, drop="--checkpoint_every --val_every --max_steps"
+        "whole", *MUON, *EVERY_3, "--max_steps", 12, ranks=2, drop="--checkpoint_every --val_every --max_steps"
     )
-    process = start(tmp_path, "restarted", *MUON, steps=24, ranks=2, launcher=["--max-restarts=4"])
+    process = start(tmp_path, "restarted", *MUON, steps=12, ranks=2, launcher=["--max-restarts=4"])
     os.kill(children(process)[0], signal.SIGKILL)
     out, err = process.communicate(timeout=120)
     assert process.returncode == 0, err
     assert "resumed from log/restarted/checkpoint_" in out
-    same(tmp_path / "log" / "restarted", whole, 24)
+    same(tmp_path / "log" / "restarted", whole, 12)
 
 
 def test_a_rank_that_dies_ends_the_others(tmp_path, corpus):
