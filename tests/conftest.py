@@ -198,8 +198,9 @@ def small_disk(tmp_path):
 
 # Trains once for each list of arguments, in the same processes
 SEVERAL = """
-import json, os, sys
+import json, os, sys, warnings
 import train_gpt2
+warnings.simplefilter("error", FutureWarning)  # a call that PyTorch deprecates
 from checkpoints import pieces
 pieces.FILE_BYTES = 100_000  # several files a rank
 for port, arguments in json.load(open(sys.argv[1])):
