@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 from common.cli import UserError, first_line
 from common.files import digest, flush_to_disk, regular_file
 from model import to_host
-from parallel.fsdp import fill
+from parallel.fsdp import fill, local
 
 FILE_BYTES = 2**30  # a rank's files are about this large: each is copied in memory before it is written
 
@@ -100,11 +100,6 @@ def same_bytes(a, b):
     # sleep between their tasks, so a training step on a CPU takes 7 to 22% longer from then on
     as_bytes = [tensor.flatten().view(torch.uint8).numpy() for tensor in (a, b)]
     return (a.dtype, a.shape) == (b.dtype, b.shape) and np.array_equal(*as_bytes)
-
-
-def local(tensor):
-    """A DTensor's shard on this rank; any other tensor as it is."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 class ListedFiles(FileSystem):

@@ -105,10 +105,8 @@ def run_of(checkpoint):
 
 def checkpoints_of(folder):
     """A run's checkpoint folders, the newest first."""
-    return sorted(
-        (path for path in Path(folder).glob("checkpoint_*") if path.name.removeprefix("checkpoint_").isdigit()),
-        key=step_of,
-    )[::-1]
+    found = [path for path in Path(folder).glob("checkpoint_*") if path.name.removeprefix("checkpoint_").isdigit()]
+    return sorted(found, key=step_of)[::-1]
 
 
 def step_of(path):

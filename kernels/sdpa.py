@@ -38,6 +38,7 @@ def missing(name, device, dtype, head_width):
 def use_backend(name):
     """Let F.scaled_dot_product_attention choose this one of BACKENDS, or PyTorch's math where it has no kernel, in the
     whole process; any other name: PyTorch chooses."""
-    cuda.enable_cudnn_sdp(name == "cudnn" or name not in BACKENDS)
-    cuda.enable_flash_sdp(name == "flash" or name not in BACKENDS)
-    cuda.enable_mem_efficient_sdp(name == "efficient" or name not in BACKENDS)
+    chosen = [name] if name in BACKENDS else BACKENDS
+    cuda.enable_cudnn_sdp("cudnn" in chosen)
+    cuda.enable_flash_sdp("flash" in chosen)
+    cuda.enable_mem_efficient_sdp("efficient" in chosen)

@@ -14,7 +14,7 @@ import math
 
 import torch
 
-from optim.muon import local
+from parallel.fsdp import local
 
 BLOCK = 256  # numbers that share a scale, where it divides the row's length
 

@@ -19,6 +19,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed.tensor import DTensor
 
+from parallel.fsdp import local
+
 # Polar Express (Amsel et al. 2025, arXiv 2505.16932): the five polynomials x -> a x + b x³ + c x⁵ that bring singular
 # values from 0.001 to 1 closest to 1. They take x / 1.01, since bf16 rounds some singular values up.
 COEFFICIENTS = tuple(
@@ -96,11 +98,6 @@ def orthogonalize(x, coefficients=COEFFICIENTS):
         polynomial = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
         x = torch.baddbmm(x, polynomial, x, beta=a)
     return x.mT if tall else x
-
-
-def local(tensor):
-    """A DTensor's shard on this rank; any other tensor as it is."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def to_owners(x, rows, mesh):

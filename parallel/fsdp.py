@@ -183,6 +183,11 @@ def gathered(model, config):
             unit.reshard()
 
 
+def local(tensor):
+    """A DTensor's shard on this rank; any other tensor as it is."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
 def full_tensor(x):
     """The whole of a DTensor; a plain tensor as it is."""
     return x.full_tensor() if isinstance(x, DTensor) else x

@@ -115,8 +115,10 @@ def test_a_command_runs_where_it_is_printed(tmp_path, monkeypatch):
     assert python_command("-m", "wandb", "sync") == "python3 -m wandb sync"
 
 
-def test_garbage_is_collected_again_after_the_imports():
+def test_garbage_is_collected_again_after_the_imports(monkeypatch):
     """And no collection visits what was imported."""
+    monkeypatch.setattr("sys.stdout", sys.stdout)  # run() replaces both
+    monkeypatch.setattr("sys.stderr", sys.stderr)
     gc.disable()
     states = []
     try:
