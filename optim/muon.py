@@ -13,6 +13,7 @@ rank, and another one returns the results.
 """
 
 import math
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -43,10 +44,11 @@ class Muon(torch.optim.Optimizer):
     both take similar learning rates (Liu et al. 2025, arXiv 2502.16982). Weight decay is decoupled, as in AdamW.
     """
 
-    def __init__(self, groups, adamw, momentum=0.95):
+    def __init__(self, groups, adamw, compiled, momentum=0.95):
         """groups: dictionaries with params (matrices of one shape), lr, its peak, weight_decay, and parts: the number
         of matrices, one above the other, that each parameter consists of. adamw: the AdamW for the rest; if its
-        default `fused` is True, both read found_inf. momentum: the decay rate of the mean of the gradients."""
+        default `fused` is True, both read found_inf. compiled: torch.compile fuses what precedes and follows the GEMMs
+        into a pass each. momentum: the decay rate of the mean of the gradients."""
         super().__init__(groups, dict(momentum=momentum, coefficients=COEFFICIENTS, fused=adamw.defaults["fused"]))
         self.matrices = list(self.param_groups)
         self.adamw = adamw
@@ -55,37 +57,50 @@ class Muon(torch.optim.Optimizer):
         for group in self.matrices:
             for weight in group["params"]:
                 self.state[weight] = dict(momentum_buffer=torch.zeros_like(weight))
+        compile = partial(torch.compile, dynamic=False) if compiled else lambda function: function
+        self.mix, self.apply = compile(mix), compile(apply)
+        self.found_inf = torch.zeros((), device=weight.device)  # set by update_if_finite
 
     @torch.no_grad()
     def step(self, closure=None):
-        """One update of all parameters; the matrices' gradients are overwritten.
+        """One update of all parameters.
 
-        As with fused AdamW, nothing changes if the attribute found_inf, a scalar on the device, is 1: the host does not
-        wait for it.
+        As with fused AdamW, nothing changes if found_inf, a scalar on the device, is 1: the host does not wait for it.
         """
-        found_inf = getattr(self, "found_inf", None)
-        applied = 1.0  # or 0
-        if found_inf is not None:
-            self.adamw.found_inf, applied = found_inf, 1 - found_inf
+        if self.defaults["fused"]:
+            self.adamw.found_inf = self.found_inf
         self.adamw.step()
+        applied = 1 - self.found_inf
         for group in self.matrices:
             weights = group["params"]
             shape, mesh = weights[0].shape, weights[0].device_mesh if isinstance(weights[0], DTensor) else None
             gradients = [local(weight.grad) for weight in weights]
             momenta = [local(self.state[weight]["momentum_buffer"]) for weight in weights]
-            weights = [local(weight) for weight in weights]
-            for gradient, momentum in zip(gradients, momenta) if found_inf is not None else ():
-                torch.where(found_inf > 0, momentum, gradient, out=gradient)  # the momentum stays as it is
-            torch._foreach_lerp_(momenta, gradients, 1 - group["momentum"])
-            torch._foreach_lerp_(gradients, momenta, group["momentum"])
-            directions = torch.stack([gradient.bfloat16() for gradient in gradients]) * applied
+            directions = self.mix(gradients, momenta, self.found_inf > 0, group["momentum"])
             parts, coefficients = group["parts"], group["coefficients"]
             whole = to_owners(directions, shape[0], mesh)  # (n of this rank, rows, columns)
             whole = orthogonalize(whole.unflatten(1, (parts, -1)).flatten(0, 1), coefficients).view_as(whole)
             updates = from_owners(whole, directions, mesh)
-            rate = group["lr"] * 0.2 * math.sqrt(max(shape[0] // parts, shape[1]))
-            torch._foreach_mul_(weights, 1 - group["lr"] * group["weight_decay"] * applied)
-            torch._foreach_add_(weights, list(updates.unbind()), alpha=-rate)
+            # on the device: torch.compile would compile each number anew
+            rate = applied * (group["lr"] * 0.2 * math.sqrt(max(shape[0] // parts, shape[1])))
+            decay = 1 - applied * (group["lr"] * group["weight_decay"])
+            self.apply([local(weight).detach() for weight in weights], updates, decay, rate)
+
+
+def mix(gradients, momenta, skip, decay):
+    """Update the momenta, in place; return the Nesterov directions (N, rows, columns) in bf16. skip: return zeros."""
+    directions = []
+    for gradient, momentum in zip(gradients, momenta):
+        mean = momentum.lerp(gradient, 1 - decay)
+        momentum.copy_(torch.where(skip, momentum, mean))
+        directions.append(torch.where(skip, 0, gradient.lerp(mean, decay)).bfloat16())
+    return torch.stack(directions)
+
+
+def apply(weights, updates, decay, rate):
+    """weight * decay - update * rate, in place, for each weight; updates: (N, rows, columns)."""
+    for weight, update in zip(weights, updates.unbind()):
+        weight.mul_(decay).sub_(update.float() * rate)
 
 
 def orthogonalize(x, coefficients=COEFFICIENTS):

@@ -42,7 +42,7 @@ def make_optimizer(model, config):
             dict(params=parameters, parts=parts, lr=config.lr, weight_decay=config.weight_decay, peak=config.lr)
             for (_, parts), parameters in matrices.items()
         ]
-        optimizer = Muon(groups, optimizer, config.momentum)
+        optimizer = Muon(groups, optimizer, config.compile, config.momentum)
     allocate_state(optimizer)
     return optimizer
 

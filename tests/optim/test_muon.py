@@ -43,7 +43,7 @@ def is_matrix(name):
 def test_updates_are_those_of_pytorchs_muon_and_adamw():
     """Where both do the same: q, k and v together, and torch.optim.Muon's coefficients."""
     ours, reference = tiny(), tiny()
-    config = Config(optimizer="muon", lr=0.02, adamw_lr=0.01, weight_decay=0.5, momentum=0.9)
+    config = Config(optimizer="muon", lr=0.02, adamw_lr=0.01, weight_decay=0.5, momentum=0.9, compile=False)
     matrices = [parameter for name, parameter in reference.named_parameters() if is_matrix(name)]
     others = [parameter for name, parameter in reference.named_parameters() if not is_matrix(name)]
     muon = torch.optim.Muon(matrices, 0.02, weight_decay=0.5, momentum=0.9, adjust_lr_fn="match_rms_adamw")
@@ -69,12 +69,30 @@ def test_updates_are_those_of_pytorchs_muon_and_adamw():
 def test_query_key_and_value_are_orthogonalized_apart():
     model = tiny()
     name, weight = next((n, p) for n, p in model.named_parameters() if n.endswith("c_attn.weight"))
-    optimizer = make_optimizer(model, Config(optimizer="muon", lr=1.0, weight_decay=0.0, momentum=0.0))
+    config = Config(optimizer="muon", lr=1.0, weight_decay=0.0, momentum=0.0, compile=False)
+    optimizer = make_optimizer(model, config)
     before = weight.detach().clone()
     for _ in with_gradients(model, 1):
         parts = orthogonalize(weight.grad.view(3, 16, 16).bfloat16()).float()
         optimizer.step()
     torch.testing.assert_close(before - weight, 0.2 * 16**0.5 * parts.view(48, 16), rtol=1e-3, atol=1e-3)
+
+
+def test_compiled_it_is_the_same():
+    """And compiled once, whatever the learning rate."""
+    weights = []
+    for compiled in (False, True):
+        torch.manual_seed(0)
+        weight, other = torch.nn.Parameter(torch.randn(16, 8)), torch.nn.Parameter(torch.zeros(8))
+        group = dict(params=[weight], parts=1, lr=0.0, weight_decay=0.5)
+        optimizer = Muon([group], torch.optim.AdamW([other], fused=True), compiled)
+        for step in range(4):
+            weight.grad, other.grad = torch.randn(16, 8), torch.randn(8)
+            optimizer.param_groups[0]["lr"] = 0.01 * step
+            with torch.compiler.set_stance("fail_on_recompile" if step else "default"):
+                optimizer.step()
+        weights.append(weight.detach())
+    torch.testing.assert_close(*weights, rtol=1e-3, atol=1e-4)
 
 
 def test_its_recipe_is_the_default_and_each_part_a_flag():
