@@ -13,7 +13,6 @@ rank, and another one returns the results.
 """
 
 import math
-from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -47,8 +46,8 @@ class Muon(torch.optim.Optimizer):
     def __init__(self, groups, adamw, compiled, momentum=0.95):
         """groups: dictionaries with params (matrices of one shape), lr, its peak, weight_decay, and parts: the number
         of matrices, one above the other, that each parameter consists of. adamw: the AdamW for the rest; if its
-        default `fused` is True, both read found_inf. compiled: torch.compile fuses what precedes and follows the GEMMs
-        into a pass each. momentum: the decay rate of the mean of the gradients."""
+        default `fused` is True, both read found_inf. compiled: what precedes and what follows the GEMMs is one kernel
+        for each weight, by torch.compile. momentum: the decay rate of the mean of the gradients."""
         super().__init__(groups, dict(momentum=momentum, coefficients=COEFFICIENTS, fused=adamw.defaults["fused"]))
         self.matrices = list(self.param_groups)
         self.adamw = adamw
@@ -57,8 +56,8 @@ class Muon(torch.optim.Optimizer):
         for group in self.matrices:
             for weight in group["params"]:
                 self.state[weight] = dict(momentum_buffer=torch.zeros_like(weight))
-        compile = partial(torch.compile, dynamic=False) if compiled else lambda function: function
-        self.mix, self.apply = compile(mix), compile(apply)
+        self.mix = torch.compile(mix, dynamic=False) if compiled else mix
+        self.apply = torch.compile(apply, dynamic=False) if compiled else apply
         self.found_inf = torch.zeros((), device=weight.device)  # set by update_if_finite
 
     @torch.no_grad()
@@ -70,13 +69,15 @@ class Muon(torch.optim.Optimizer):
         if self.defaults["fused"]:
             self.adamw.found_inf = self.found_inf
         self.adamw.step()
-        applied = 1 - self.found_inf
+        skip, applied = self.found_inf > 0, 1 - self.found_inf
         for group in self.matrices:
             weights = group["params"]
             shape, mesh = weights[0].shape, weights[0].device_mesh if isinstance(weights[0], DTensor) else None
-            gradients = [local(weight.grad) for weight in weights]
-            momenta = [local(self.state[weight]["momentum_buffer"]) for weight in weights]
-            directions = self.mix(gradients, momenta, self.found_inf > 0, group["momentum"])
+            shards = [local(weight).detach() for weight in weights]
+            directions = shards[0].new_empty(len(weights), *shards[0].shape, dtype=torch.bfloat16)
+            for weight, direction in zip(weights, directions):
+                gradient, momentum = local(weight.grad), local(self.state[weight]["momentum_buffer"])
+                self.mix(gradient.reshape(-1), momentum.view(-1), direction.view(-1), skip, group["momentum"])
             parts, coefficients = group["parts"], group["coefficients"]
             whole = to_owners(directions, shape[0], mesh)  # (n of this rank, rows, columns)
             whole = orthogonalize(whole.unflatten(1, (parts, -1)).flatten(0, 1), coefficients).view_as(whole)
@@ -84,23 +85,20 @@ class Muon(torch.optim.Optimizer):
             # on the device: torch.compile would compile each number anew
             rate = applied * (group["lr"] * 0.2 * math.sqrt(max(shape[0] // parts, shape[1])))
             decay = 1 - applied * (group["lr"] * group["weight_decay"])
-            self.apply([local(weight).detach() for weight in weights], updates, decay, rate)
+            for weight, update in zip(shards, updates):
+                self.apply(weight.view(-1), update.reshape(-1), decay, rate)
 
 
-def mix(gradients, momenta, skip, decay):
-    """Update the momenta, in place; return the Nesterov directions (N, rows, columns) in bf16. skip: return zeros."""
-    directions = []
-    for gradient, momentum in zip(gradients, momenta):
-        mean = momentum.lerp(gradient, 1 - decay)
-        momentum.copy_(torch.where(skip, momentum, mean))
-        directions.append(torch.where(skip, 0, gradient.lerp(mean, decay)).bfloat16())
-    return torch.stack(directions)
+def mix(gradient, momentum, direction, skip, decay):
+    """Update the momentum, and write the Nesterov direction; if skip, the momentum stays and the direction is 0."""
+    mean = momentum.lerp(gradient, 1 - decay)
+    momentum.copy_(torch.where(skip, momentum, mean))
+    direction.copy_(torch.where(skip, 0, gradient.lerp(mean, decay)))
 
 
-def apply(weights, updates, decay, rate):
-    """weight * decay - update * rate, in place, for each weight; updates: (N, rows, columns)."""
-    for weight, update in zip(weights, updates.unbind()):
-        weight.mul_(decay).sub_(update.float() * rate)
+def apply(weight, update, decay, rate):
+    """weight * decay - update * rate, in place."""
+    weight.mul_(decay).sub_(update.float() * rate)
 
 
 def orthogonalize(x, coefficients=COEFFICIENTS):
