@@ -26,6 +26,7 @@ PEAK_BYTES = {
     (False, True): (45, 9, 6),
     (False, False): (64, 12, 4),
 }
+LOSS_PARALLEL_BYTES = 9  # the head's, at least, with --tensor: float32 logits and gradients; fitted as well
 
 
 def nearest_multiples(number, factor):
@@ -180,7 +181,7 @@ def bytes_of_weights(config, distributed):
     own = 4 * params / shard_group_size(config, distributed)
     if config.pipeline > 1:
         # FSDP keeps the weights gathered and accumulates whole gradients in float32 until the last micro-batch
-        return own + width * params, own + 4 * params
+        return own + width * params, 4 * params
     unit = blocks_together(config) * params_of_block(config)
     # one unit computes, one is prefetched
     gathered = params if config.parallel in ("ddp", "zero2") else embeddings + 2 * unit
@@ -195,6 +196,7 @@ def bytes_per_token(config):
     layer = config.n_embd * layer + (0 if config.flash else config.n_head * config.seq_len * score)
     head, width = head / config.tensor, compute_bytes(config)
     if config.tensor > 1:  # each rank has a part of everything but the inputs of c_attn and c_fc
+        head = max(head, LOSS_PARALLEL_BYTES / config.tensor)
         layer = layer / config.tensor + 2 * width * config.n_embd
     if config.context > 1:  # c_proj reads a copy of attention's output, that of the second all-to-all
         layer += width * config.n_embd

@@ -43,6 +43,7 @@ LAYER_SECONDS = 0.3e-3  # of a block in each micro-batch, however small: 108.6, 
 STEP_SECONDS = 2e-3  # the update, and the rest of a step; 25 ms for 1558M, 1% of a step that the fit absorbs
 SLOWEST = 1.015  # several GPUs wait for the slowest
 SHARDED = dict(ddp=1.03, zero2=1.03, zero3=1.05, hsdp=1.05)  # FSDP's computation, against DDP's; hsdp: as zero3
+COPIES = 1.5  # of a collective along the sequence, which copies its input and output; 124M, --context 2
 LATENCY = 20e-6  # of a collective, however small: an assumption
 SPLIT_GRAPH_SECONDS = 5e-3  # what the splits of a compiled graph cost with --overlap_gradients
 BACKWARD_SHARE = 2 / 3  # of a micro-batch's time: what --overlap_gradients can hide averaging behind
@@ -127,10 +128,11 @@ def split_seconds(config, distributed, cluster):
     blocks = max(blocks_of_ranks(config))
     # selective keeps the outputs of reduce-scatters and all-to-alls, and repeats all-gathers
     collectives = dict(off=8, selective=10, full=12)[config.activation_checkpointing] * blocks + 4  # 4: embedding, head
-    seconds = collectives * gather(x, group_of(tensor, 1, cluster), cluster)
+    copied = COPIES * x
+    seconds = collectives * gather(copied, group_of(tensor, 1, cluster), cluster)
     # q, k and v in one all-to-all, attention's output in the other; as many in backward
     group = group_of(context, tensor, cluster)
-    exchange = gather(3 * x / tensor, group, cluster) + gather(x / tensor, group, cluster)
+    exchange = gather(3 * copied / tensor, group, cluster) + gather(copied / tensor, group, cluster)
     seconds += blocks * exchange * (3 if config.activation_checkpointing == "full" else 2)
     if pipeline > 1:
         stage = tensor * distributed.data_context_size  # ranks of a stage, which send at the same time

@@ -13,7 +13,7 @@ from config import Config, defaults, set_sizes
 from parallel import planner
 from parallel.memory import count_params, step_memory
 from parallel.process_group import Distributed
-from parallel.step_time import Cluster, step_time
+from parallel.step_time import COPIES, Cluster, step_time
 
 GPU = torch.device("cuda")
 GB = 2**30
@@ -96,6 +96,33 @@ def test_memory_and_speed_are_those_measured():
     assert len(rates) == 9
 
 
+def test_memory_speed_and_order_of_split_models_are_those_measured():
+    """On two GPUs; each model's modes from the fastest to the slowest."""
+    tensor = dict(tensor=2, fused_cross_entropy=False, fused_gelu=False)
+    xl = dict(model="gpt2-xl", total_batch_size=262144, micro_batch_size=32)
+    large = dict(FULL, seq_len=4096, total_batch_size=131072)
+    for rows in (
+        (
+            (dict(micro_batch_size=64), 21.95, 1197259),
+            (dict(micro_batch_size=64, pipeline=2), 27.62, 1068483),
+            (dict(micro_batch_size=64, context=2), 13.36, 940087),
+            (dict(micro_batch_size=64, **tensor), 26.86, 709265),
+        ),
+        ((dict(xl, parallel="zero3"), 88.89, 101670), (dict(xl, pipeline=2), 94.39, 95029)),
+        (
+            (dict(large, micro_batch_size=16, parallel="zero3"), 69.88, 21063),
+            (dict(large, micro_batch_size=32, **tensor), 91.88, 19934),
+            (dict(large, micro_batch_size=4, pipeline=2), 65.82, 18858),
+        ),
+    ):
+        estimates = [estimate(2, **flags) for flags, _, _ in rows]
+        for (memory, estimated), (flags, gb, rate) in zip(estimates, rows):
+            assert memory.peak / GB == pytest.approx(gb, rel=0.07), flags
+            assert estimated == pytest.approx(rate, rel=0.25 if "n_embd" in flags else 0.1), flags
+        rates = [rate for _, rate in estimates]
+        assert rates == sorted(rates, reverse=True)
+
+
 def test_memory_by_purpose():
     config = dict(model="gpt2-xl", micro_batch_size=4)
     params = count_params(sized(**config))
@@ -131,7 +158,7 @@ def test_bytes_on_the_links():
     assert sent(8, parallel="zero3") == 7 / 8 * 3 * (2 + 2 + 4) * params / 300e9
     hsdp = 7 / 8 * 3 * (2 + 2 + 4) * params / 300e9 + 2 * 1 / 2 * 4 * params / 50e9
     assert sent(16, parallel="hsdp", shard_ranks=8) == hsdp
-    x = 2 * 4 * 1024 * 1600  # bytes of a micro-batch's residual stream
+    x = COPIES * 2 * 4 * 1024 * 1600  # a micro-batch's residual stream in bytes, and its copies
     assert sent(4, tensor=4) == 3 * (8 * 48 + 4) * (3 / 4 * x / 300e9 + 20e-6)
     # half of the tokens are on each rank of a pair; gradients are averaged over all four ranks
     exchanged = 3 * 48 * (8 * 1 / 2 * x / 2 / 300e9 + 4 * 20e-6)
