@@ -13,6 +13,7 @@ import signal
 import socket
 import subprocess
 import sys
+import traceback
 from pathlib import Path
 
 os.environ.update(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1")  # read by what is imported below
@@ -100,15 +101,65 @@ def corpus(tmp_path):
     return folder
 
 
-def run_script(script, args, folder, outputs, env=None):
-    """What `python SCRIPT ARGS` does in a folder, its standard output and error added to two files."""
+def begin(args, folder, outputs, env=None):
+    """Begin what `python ARGS` does in a folder, its standard output and error added to two files; returns the process,
+    a fork."""
+    process = FORKS.Process(target=run_in, args=(list(map(str, args)), folder, outputs, env or {}))
+    process.start()
+    return process
+
+
+def run_in(args, folder, outputs, env):
     for number, path in enumerate(outputs, 1):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
     faulthandler.dump_traceback_later(TIMEOUT - 20, file=2)  # says where it hangs
-    os.environ.update(env or {})
+    os.environ.update(env)
     os.chdir(folder)
-    sys.argv = [script, *args]
-    runpy.run_path(script, run_name="__main__")
+    subprocess.Popen.__init__ = fork_training
+    run_python(args)
+
+
+def run_python(args):
+    # streams that began as a file's cannot seek in a pipe
+    sys.stdout, sys.stderr = (open(number, "w", 1, sys.stdout.encoding) for number in (1, 2))
+    if args[0] == "-m":
+        sys.argv = args[1:]
+        runpy.run_module(args[1], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv = args
+        runpy.run_path(args[0], run_name="__main__")
+
+
+def fork_training(process, args, popen=subprocess.Popen.__init__, **kwargs):
+    """subprocess.Popen(), but train_gpt2.py, also under torchrun, runs in a fork of this process."""
+
+    def run():
+        # no file of the parent stays open: Popen() waits until one, a pipe, ends
+        null = os.open(os.devnull, os.O_RDWR)
+        for number in map(int, os.listdir("/dev/fd")):
+            if number not in (0, 1, 2, null):
+                # not closed: a new file would get the number, and the parent's objects would close it when they go
+                os.dup2(null, number, inheritable=False)
+        os.environ.clear()
+        os.environ.update(kwargs["env"])
+        for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
+            signal.signal(number, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        code = 1
+        try:
+            run_python([arg for arg in args[1:] if arg != "-u"])
+            code = 0
+        except SystemExit as end:
+            code = end.code or 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            sys.stdout.flush()
+            os._exit(code)
+
+    if str(ROOT / "train_gpt2.py") in args:
+        kwargs["preexec_fn"] = run  # before the command would begin, which it never does
+    popen(process, args, **kwargs)
 
 
 def free_port():
@@ -140,10 +191,7 @@ def command(tmp_path, tmp_path_factory):
         processes = []
         for rank in range(ranks):
             own = everybody | dict(RANK=rank, LOCAL_RANK=rank) if ranks > 1 else {}
-            own = {name: str(value) for name, value in own.items()}
-            arguments = (command[0], command[1:], tmp_path, outputs, own)
-            processes.append(FORKS.Process(target=run_script, args=arguments))
-            processes[-1].start()
+            processes.append(begin(command, tmp_path, outputs, {name: str(value) for name, value in own.items()}))
         running = list(processes)
         while running:
             ended = multiprocessing.connection.wait([process.sentinel for process in running], timeout=TIMEOUT)

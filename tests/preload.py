@@ -6,6 +6,7 @@ import gc
 import matplotlib.backends.backend_agg  # noqa: F401
 import matplotlib.figure  # noqa: F401
 import torch._dynamo  # noqa: F401
+import typeguard  # noqa: F401
 import tyro  # noqa: F401
 
 import train_gpt2  # noqa: F401

@@ -49,11 +49,19 @@ def test_batch_and_ranks_only_divide_the_work(train):
                 torch.testing.assert_close(final_weights(run)[key], weight, rtol=1e-3, atol=2e-5, msg=key)
 
 
-def test_everything_runs_in_a_compiled_run(train, hellaswag_file):
+LOG_RECOMPILES = """
+import torch
+import train_gpt2
+torch._logging.set_logs(recompiles=True)
+train_gpt2.main()
+"""
+
+
+def test_everything_runs_in_a_compiled_run(train, script, hellaswag_file):
     """Validation, HellaSwag, samples and checkpoints with compile and bf16 on: a graph a shape, none compiled twice."""
     flags = ["--compile", *EVALUATE, "--hellaswag_data", hellaswag_file, "--max_steps", 4]
     flags += ["--n_layer", 1, "--mask_documents", "--seq_len", 64]  # validation and HellaSwag then differ in shape
-    run = train("compiled", *flags, env=dict(TORCH_LOGS="recompiles"))
+    run = train("compiled", *flags, script=script(LOG_RECOMPILES))
     plain = train("plain", *flags, "--no_compile", "--autocast", "off")
     assert logged(run) == pytest.approx(logged(plain), rel=0.005)
     assert logged(run, "val") == pytest.approx(logged(plain, "val"), rel=0.005)

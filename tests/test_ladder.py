@@ -260,10 +260,9 @@ def test_a_run_that_a_signal_stops(corpus, tmp_path):
 
 
 def test_a_stopped_ladder_leaves_no_run_behind(corpus, tmp_path):
-    flags = [*TINY, "--data_dir", str(corpus), "--run_name", "stop", "--ladder", "--ladder_steps", "100000"]
-    process = subprocess.Popen(
-        [sys.executable, str(ROOT / "train_gpt2.py"), *flags], cwd=tmp_path, env=dict(os.environ)
-    )
+    """As a user starts it: its run is a new process, not a fork."""
+    flags = [*TINY, "--data_dir", "corpus", "--run_name", "stop", "--ladder", "--ladder_steps", "100000"]
+    process = subprocess.Popen([sys.executable, ROOT / "train_gpt2.py", *flags], cwd=tmp_path)
     progress = tmp_path / "log/stop/00_baseline/metrics.jsonl"
     until = time.monotonic() + 120
     while not (progress.exists() and progress.stat().st_size) and time.monotonic() < until:

@@ -12,7 +12,7 @@ import time
 
 import pytest
 import torch
-from conftest import FORKS, ROOT, TINY, expect_error, logged, metrics, run_script
+from conftest import ROOT, TINY, begin, expect_error, logged, metrics
 
 from checkpoints import load, run_folder
 from common import cli
@@ -39,12 +39,10 @@ def longer(steps):
     return flags
 
 
-def fork(tmp_path, flags):
-    """Begin a training in the background, as `command` does: its process, and the files of what it prints."""
+def fork(tmp_path, flags, launcher=(), **env):
+    """Begin a training in the background: its process, and the files of what it prints."""
     outputs = [tmp_path / "out.txt", tmp_path / "err.txt"]
-    process = FORKS.Process(target=run_script, args=(str(ROOT / "train_gpt2.py"), flags, tmp_path, outputs))
-    process.start()
-    return process, *outputs
+    return begin([*launcher, ROOT / "train_gpt2.py", *flags], tmp_path, outputs, env), *outputs
 
 
 def wait_until(condition, process, errors):
@@ -55,17 +53,13 @@ def wait_until(condition, process, errors):
         time.sleep(0.02)
 
 
-def start(tmp_path, name, *args, steps=400, ranks=1, launcher=()):
-    """Begin a long training in the background, and wait until it has a checkpoint."""
-    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}", *launcher]
-    command = [sys.executable, *(torchrun if ranks > 1 else []), str(ROOT / "train_gpt2.py"), *longer(steps)]
-    command += ["--data_dir", "corpus", "--run_name", name, *map(str, (*EVERY_3, *args))]
-    process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    deadline = time.monotonic() + 60
-    while not list((tmp_path / "log" / name).glob("checkpoint_??????")):
-        assert process.poll() is None and time.monotonic() < deadline, process.communicate()
-        time.sleep(0.02)
-    return process
+def long_run(name, steps, *flags):
+    """Flags of a run that has checkpoints before it ends."""
+    return [*longer(steps), "--data_dir", "corpus", "--run_name", name, *map(str, (*EVERY_3, *flags))]
+
+
+def has_checkpoint(run):
+    return any(run.glob("checkpoint_??????"))
 
 
 def children(process):
@@ -88,7 +82,7 @@ MUON = ("--optimizer", "muon")  # its checkpoints hold the states of both optimi
 def test_killed_at_random_moments(train, corpus, tmp_path, flags):
     """Every other time inside of a checkpoint: every run ends as if nothing had happened."""
     own = (*EVERY_3, *flags, "--total_batch_size", 128)
-    command = [*longer(40), "--data_dir", str(corpus), *map(str, own)]
+    command = [*longer(20), "--data_dir", str(corpus), *map(str, own)]
     moments = random.Random(7)
     runs = killed = in_checkpoints = 0
     while True:
@@ -110,9 +104,9 @@ def test_killed_at_random_moments(train, corpus, tmp_path, flags):
         if killed >= KILLS:
             break
     assert in_checkpoints
-    whole = train("whole", *own, "--max_steps", 40, drop="--checkpoint_every --val_every --max_steps")
+    whole = train("whole", *own, "--max_steps", 20, drop="--checkpoint_every --val_every --max_steps")
     for i in range(runs):
-        same(tmp_path / "log" / f"killed-{i}", whole, 40)
+        same(tmp_path / "log" / f"killed-{i}", whole, 20)
 
 
 @pytest.mark.parametrize("ranks, flags", [(1, ()), (2, MUON)])
@@ -161,7 +155,7 @@ def test_a_signal_saves_and_ends_well(tmp_path, corpus, number, flags):
     flags = [*longer(5000), "--data_dir", str(corpus), "--run_name", "stopped", *map(str, EVERY_3), *flags]
     process, output, errors = fork(tmp_path, flags)
     run = tmp_path / "log" / "stopped"
-    wait_until(lambda: list(run.glob("checkpoint_??????")), process, errors)
+    wait_until(lambda: has_checkpoint(run), process, errors)
     os.kill(process.pid, number)
     process.join(60)
     assert process.exitcode == 0, errors.read_text()
@@ -193,32 +187,30 @@ def test_an_output_that_goes_away_is_not_missed():
     assert code > 2  # a file opened now is none of the standard streams
 
 
-def test_a_wandb_that_dies_is_not_missed(tmp_path, corpus, monkeypatch):
+def test_a_wandb_that_dies_is_not_missed(tmp_path, corpus):
     """It is said once, and training goes on: until it is asked to stop."""
-    monkeypatch.delenv("WANDB_SERVICE", raising=False)  # the process of another test's wandb, which it would share
-    process = start(tmp_path, "alone", "--wandb", "offline")
+    alone = dict(WANDB_SERVICE="")  # not the process of another test's wandb, which it would share
+    process, output, errors = fork(tmp_path, long_run("alone", 5000, "--wandb", "offline"), **alone)
+    wait_until(lambda: has_checkpoint(tmp_path / "log" / "alone"), process, errors)
     for child in children(process):
         os.kill(child, signal.SIGKILL)
-    assert any("wandb run failed" in line for line in process.stdout)
-    process.send_signal(signal.SIGTERM)
-    output, errors = process.communicate(timeout=60)
-    assert process.returncode == 0 and "to continue from" in output
-    assert "wandb run failed" not in output and "Traceback" not in errors
+    wait_until(lambda: "wandb run failed" in output.read_text(), process, errors)
+    os.kill(process.pid, signal.SIGTERM)
+    process.join(60)
+    assert process.exitcode == 0 and "to continue from" in output.read_text()
+    assert output.read_text().count("wandb run failed") == 1 and "Traceback" not in errors.read_text()
 
 
 def test_ctrl_c_that_also_ends_who_reads_the_output(tmp_path, corpus):
     """As in `train_gpt2.py 2>&1 | tee out.txt`: all is saved."""
-    read, write = os.pipe()
-    flags = [*longer(100_000), "--data_dir", str(corpus), "--run_name", "tee", "--checkpoint_every", "100000"]
-    process = subprocess.Popen(
-        [sys.executable, str(ROOT / "train_gpt2.py"), *flags], cwd=tmp_path, stdout=write, stderr=write
-    )
-    os.close(write)
-    with os.fdopen(read, "rb") as output:
-        while b"step     3/" not in output.readline():
-            pass
-    process.send_signal(signal.SIGINT)
-    assert process.wait(60) == 0
+    flags = [*longer(100_000), "--data_dir", "corpus", "--run_name", "tee", "--checkpoint_every", "100000"]
+    os.mkfifo(pipe := tmp_path / "pipe")
+    process = begin([ROOT / "train_gpt2.py", *flags], tmp_path, [pipe, pipe])
+    with open(pipe, "rb") as output:
+        assert any(b"step     3/" in line for line in output)
+    os.kill(process.pid, signal.SIGINT)
+    process.join(60)
+    assert process.exitcode == 0
     assert len(list((tmp_path / "log" / "tee").glob("checkpoint_*"))) == 1
 
 
@@ -271,7 +263,7 @@ def test_a_run_whose_folder_is_deleted_goes_on(tmp_path, corpus):
     flags = [*longer(300), "--data_dir", str(corpus), "--run_name", "deleted", *MUON, *map(str, EVERY_3)]
     process, output, errors = fork(tmp_path, flags)
     run = tmp_path / "log" / "deleted"
-    wait_until(lambda: list(run.glob("checkpoint_??????")), process, errors)
+    wait_until(lambda: has_checkpoint(run), process, errors)
     run.rename(tmp_path / "away")
     message = "log/deleted, or a log in it, was deleted, moved or unmounted while training"
     # a step after the message is in the new folder's log
@@ -291,16 +283,25 @@ def test_a_rank_that_dies_is_replaced(tmp_path, corpus, train):
     whole = train(
         "whole", *MUON, *EVERY_3, "--max_steps", 12, ranks=2, drop="--checkpoint_every --val_every --max_steps"
     )
-    process = start(tmp_path, "restarted", *MUON, steps=12, ranks=2, launcher=["--max-restarts=4"])
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "--max-restarts=4"]
+    process, output, errors = fork(tmp_path, long_run("restarted", 12, *MUON), launcher)
+    wait_until(lambda: has_checkpoint(tmp_path / "log" / "restarted"), process, errors)
     os.kill(children(process)[0], signal.SIGKILL)
-    out, err = process.communicate(timeout=120)
-    assert process.returncode == 0, err
-    assert "resumed from log/restarted/checkpoint_" in out
+    process.join(120)
+    assert process.exitcode == 0, errors.read_text()
+    assert "resumed from log/restarted/checkpoint_" in output.read_text()
     same(tmp_path / "log" / "restarted", whole, 12)
 
 
 def test_a_rank_that_dies_ends_the_others(tmp_path, corpus):
-    process = start(tmp_path, "died", *MUON, steps=5000, ranks=2)
+    """Of a training that torchrun starts, without any fork."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    command += [ROOT / "train_gpt2.py", *long_run("died", 5000, *MUON)]
+    process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 60
+    while not has_checkpoint(tmp_path / "log" / "died"):
+        assert process.poll() is None and time.monotonic() < deadline, process.communicate()
+        time.sleep(0.02)
     os.kill(children(process)[1], signal.SIGKILL)
     began = time.monotonic()
     process.communicate(timeout=90)
