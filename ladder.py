@@ -2,12 +2,12 @@
 
     python train_gpt2.py --ladder                                           # turn the optimizations on, one by one
     python ladder.py --to_loss --max_steps 90                               # what each training recipe buys, in time
+    python ladder.py --to_loss --max_steps 90 --recipes mask_documents=on   # what these flags change, in loss and time
     python ladder.py --sweep micro_batch_size=8,16,32,64 seq_len=512,1024   # the best of a grid of flags
     python ladder.py --sweep parallel=ddp,zero2,zero3 model=gpt2,gpt2-xl    # on all GPUs; or an axis gpus=1,2,4
     python ladder.py --plan --model gpt2-xl --gpus 16 --memory 80           # how to use several GPUs: an estimate
 
-Every rung of a ladder and every cell of the grid runs the real training loop, on the same data from the same seed;
---to_loss takes several seeds.
+Every rung and every cell runs the real training loop, on the same data from the same seed (--to_loss: several seeds).
 """
 
 import common.interrupt  # first: Ctrl-C during the other imports
@@ -34,7 +34,7 @@ from observe.figures import describe
 from observe.measure import OUT_OF_MEMORY, SETTLING_STEPS, measure, plain, prepare, report_failures, save
 from observe.tables import COLUMNS, WIDTHS, align, cells, markdown, sweep_markdown, uneven_warning, winners
 from optim import schedules
-from optim.recipes import RECIPES, TO_LOSS_DEMO
+from optim.recipes import RECIPES, TO_LOSS_DEMO, choose_recipes
 from optimizations import RUNGS, turn_off_unavailable
 from parallel.fsdp import is_sharded
 from parallel.memory import choose_micro_batch_size
@@ -66,6 +66,8 @@ class ToLoss:
 
     to_loss: bool = False
     """Train --max_steps with each recipe; compare tokens and time to a validation loss."""
+    recipes: tuple[str, ...] = ()
+    """Rungs instead of those from GPT-3's recipe to fp8: the flags that each adds, as "lr=1e-3 fp8=on"."""
     seeds: int = 3
     """Runs of each recipe, with --seed and the numbers after it."""
     target_loss: float | None = None
@@ -75,9 +77,7 @@ class ToLoss:
 @dataclass
 class LadderConfig(Sweep, ToLoss, layouts.Plan, Config):
     """Measure a grid of flags (--sweep), training recipes (--to_loss), or else the ladder, as train_gpt2.py --ladder.
-    With --plan, estimate how to use several GPUs.
-
-    Takes every flag of train_gpt2.py.
+    With --plan, estimate how to use several GPUs. Takes every flag of train_gpt2.py.
     """
 
     GROUPS = (Sweep, ToLoss, layouts.Plan, *GROUPS)
@@ -295,23 +295,25 @@ def climb_to_loss(config):
         raise UserError(f"--seeds {config.seeds}: it must be at least 1")
     if config.max_steps <= SETTLING_STEPS:
         raise UserError(f"--max_steps {config.max_steps}: the first {SETTLING_STEPS} steps only warm up; use more")
-    if config.optimizer != Config.optimizer or config.fp8 or config.batch_warmup_steps:
-        own = "--optimizer, --fp8 and --batch_warmup_steps"
+    recipes = choose_recipes(config.recipes, Config)
+    if config.batch_warmup_steps or recipes is RECIPES and (config.optimizer != Config.optimizer or config.fp8):
+        own = "--optimizer, --fp8 and --batch_warmup_steps, or choose --recipes"
         raise UserError(f"--to_loss turns Muon, fp8 and the batch warm-up on itself: leave out {own}")
     check(config)
     folder = prepare(config.log_dir, config.run_name, "to_loss")
-    print(f"results: {folder}/\n{align(time_to_loss.COLUMNS, time_to_loss.WIDTHS)}")
+    widths = time_to_loss.widths(recipes)
+    print(f"results: {folder}/\n{align(time_to_loss.COLUMNS, widths)}")
     steps, ranks = config.max_steps, count_devices(config)
     device = torch.device(choose_device_type(config.device))
     splits = (config.tensor, config.context, config.pipeline) if ranks > 1 else ()  # one rank: they are turned off
     distributed = Distributed(0, ranks, device, *splits)
     results, curves, changes, target = [], {}, {}, config.target_loss
-    with tqdm(total=len(RECIPES) * config.seeds * steps, unit="step", leave=False, disable=None) as bar:
+    with tqdm(total=len(recipes) * config.seeds * steps, unit="step", leave=False, disable=None) as bar:
         _, baseline = measure_baseline(config, device, folder, bar)
         if baseline["status"] in ("failed", "stopped"):
             raise UserError(baseline["reason"])
         bar.reset()
-        for index, (name, recipe) in enumerate(RECIPES.items(), 1):
+        for index, (name, recipe) in enumerate(recipes.items(), 1):
             rung, notes = turn_off_unavailable(time_to_loss.recipe_run(config, changes | recipe), distributed)
             if rung.batch_warmup_steps:
                 rung = schedules.match_tokens(rung, results[0]["facts"]["micro_batch_size"], distributed.data_size)
@@ -337,7 +339,7 @@ def climb_to_loss(config):
                 raise UserError(result["reason"])
             results.append(dict(result, rung=name))
             bar.update(index * config.seeds * steps - bar.n)
-            bar.write(align(time_to_loss.cells(results), time_to_loss.WIDTHS))
+            bar.write(align(time_to_loss.cells(results), widths))
             draw = partial(figures.time_to_loss, curves, target, results[0]["facts"])
             save(folder, "to_loss", results, time_to_loss.markdown(results, config, baseline), draw)
     print(time_to_loss.sooner(results, baseline))

@@ -1,4 +1,4 @@
-"""The axes of `ladder.py --sweep`: a flag and its values each."""
+"""Flags and their values in the arguments of ladder.py: the axes of --sweep, and the rungs of --recipes."""
 
 import typing
 
@@ -21,18 +21,33 @@ def read_axis(text, config_class):
 
     config_class: Config.
     """
-    name, _, values = text.partition("=")
-    if name in NOT_SWEPT:
-        raise UserError(f"--sweep {text}: a sweep sets or ignores {name}")
     types = typing.get_type_hints(config_class) | {"gpus": int}
-    if name not in types or not values:
-        raise UserError(f"--sweep {text}: it takes a flag of train_gpt2.py, or gpus, and values, as gpus=1,2")
-    try:
-        converted = [read_value(name, types[name], value) for value in values.split(",")]
-    except UserError as error:
-        raise UserError(f"--sweep {text}: {error}") from error
-    if name == "gpus" and min(converted) < 1:
+    name, values = read_values(text, f"--sweep {text}", types, NOT_SWEPT)
+    if name == "gpus" and min(values) < 1:
         raise UserError(f"--sweep {text}: gpus must be at least 1")
-    if len(set(converted)) < len(converted):
+    if len(set(values)) < len(values):
         raise UserError(f"--sweep {text} names a value twice")
-    return name, converted
+    return name, values
+
+
+def read_recipe(text, config_class):
+    """ "optimizer=muon lr=1e-3" as {"optimizer": "muon", "lr": 0.001}. Raises UserError as read_axis does."""
+    where, types = f"--recipes {text!r}", typing.get_type_hints(config_class)
+    axes = [read_values(part, where, types, NOT_SWEPT | {"seed"}) for part in text.split()]
+    if not axes or any(len(values) > 1 for _, values in axes):
+        raise UserError(f'{where}: a rung has flags with one value each, as "lr=1e-3 fp8=on"')
+    return {name: value for name, (value,) in axes}
+
+
+def read_values(text, where, types, excluded):
+    """(name, values) from "name=value,value". types: {name: type}; where: begins an error message."""
+    name, _, values = text.partition("=")
+    if name in excluded:
+        raise UserError(f"{where}: {name} is set or ignored there")
+    if name not in types or not values:
+        gpus = ", or gpus," if "gpus" in types else ""
+        raise UserError(f"{where}: it takes a flag of train_gpt2.py{gpus} and its values, as micro_batch_size=8,16")
+    try:
+        return name, [read_value(name, types[name], value) for value in values.split(",")]
+    except UserError as error:
+        raise UserError(f"{where}: {error}") from error

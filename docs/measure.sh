@@ -4,7 +4,7 @@
 #   bash docs/measure.sh DATA_DIR RESULTS MEASUREMENT...      in the project's folder, with its environment active
 #
 # DATA_DIR has shards of fineweb.py. RESULTS gets a file for each measurement; NAME.txt has its table. One that is
-# interrupted starts again. GPUS=2 (the default: all) and SEEDS="0 1 2 3" are environment variables.
+# interrupted starts again. GPUS (the default: all) and SEEDS (4) are environment variables.
 #
 # One GPU:       attention kernels long_context masking states fp16 start fp8_loss
 # Several GPUs:  splits slow_links links muon parity
@@ -13,7 +13,6 @@ data=$1 results=$(realpath -m "$2")
 shift 2
 mkdir -p "$results"
 gpus=${GPUS:-$(python -c "import torch; print(max(1, torch.cuda.device_count()))")}
-seeds=${SEEDS:-0 1 2 3}
 torchrun="python -m torch.distributed.run --standalone --nproc_per_node=$gpus"
 
 # bench LAUNCHER FLAGS...: bench.py's result, after its flags and the seconds since this script's start
@@ -24,15 +23,12 @@ bench() {
     $launcher bench.py --steps "${STEPS:-6}" "$@" 2>&1 | grep -E "tokens/sec|^peak|rror|first step"
 }
 
-# loss NAME FLAGS...: the last validation loss of a training run, its last step, and its peak memory
-loss() {
+# recipes NAME FLAGS...: final losses over the seeds, and time to a loss
+recipes() {
     local name=$1
     shift
-    echo "$SECONDS s: $name: train_gpt2.py $*"
-    python train_gpt2.py --data_dir "$data" --wandb disabled --hellaswag_every 0 --sample_every 0 --checkpoint_every 0 \
-        --log_dir "$results" --run_name "$name" "$@" >"$results/$name.out" 2>&1 || tail -n 3 "$results/$name.out"
-    grep " val " "$results/$name/log.txt" | tail -n 1
-    grep -E "^step|^peak" "$results/$name.out" | tail -n 2
+    python ladder.py --to_loss --data_dir "$data" --wandb disabled --val_tokens 1048576 --seeds "${SEEDS:-4}" \
+        --log_dir "$results" --run_name "$name" "$@"
 }
 
 attention() { python -m observe.attention --log_dir "$results" --run_name attention_table; }
@@ -53,12 +49,7 @@ masking() {
         bench python
         bench python --mask_documents
     done
-    for seed in $seeds; do
-        for flag in no_mask_documents mask_documents; do
-            loss "${flag}_$seed" --$flag --seed "$seed" --total_batch_size 262144 --max_steps 64 --optimizer muon \
-                --warmup_steps 6 --val_every 64 --val_tokens 1048576
-        done
-    done
+    recipes masking_loss --optimizer muon --total_batch_size 262144 --max_steps 64 --recipes mask_documents=on
 }
 
 states() {
@@ -70,18 +61,10 @@ states() {
 fp16() {
     bench python --no_bf16_residual
     bench python --autocast fp16
-    for precision in bf16 fp16; do
-        loss $precision --autocast $precision --no_bf16_residual --max_steps 40 --val_every 40 --val_tokens 1048576
-    done
+    SEEDS=1 recipes fp16_loss --no_bf16_residual --max_steps 40 --recipes autocast=fp16
 }
 
-fp8_loss() {
-    for seed in $seeds; do
-        for flags in "" "--fp8" "--fp8 --fp8_head"; do
-            loss "fp8${flags// /}_$seed" $flags --seed "$seed" --max_steps 115 --val_every 115 --val_tokens 1048576
-        done
-    done
-}
+fp8_loss() { recipes fp8_loss --optimizer muon --max_steps 111 --recipes fp8=on fp8_head=on; }
 
 # With an empty and with a filled cache of torch.compile
 start() {

@@ -9,8 +9,8 @@ from typing import NamedTuple
 from observe.measure import SETTLING_STEPS, plain
 from observe.tables import markdown_table
 
-COLUMNS = ("rung", "final loss", "tokens", "× before", "× first", "seconds", "× before", "× first")
-WIDTHS = (22, 17, 13, 8, 8, 11, 8, 8)
+COLUMNS = ("rung", "final loss", "difference", "tokens", "× before", "× first", "seconds", "× before", "× first")
+WIDTHS = (22, 15, 16, 13, 8, 8, 11, 8, 8)
 VAL_TOKENS = 2621440  # at most, in each of some 20 validations
 # Each warm-up's largest fraction of max_steps. A high learning rate needs a long one: docs/benchmarks.md, "Recipes"
 LR_WARMUP, BATCH_WARMUP = 0.9, 0.45
@@ -86,8 +86,9 @@ def cells(results):
     result, done = results[-1], [result for result in results if result["status"] == "done"]
     if result["status"] != "done":
         return [result["rung"], f"{result['status']}: {result['reason']}"]
-    spread = "" if result["spread"] is None else f" ± {result['spread']:.4f}"
-    texts = [result["rung"], f"{result['loss']:.4f}{spread}"]
+    texts = [result["rung"], mean_and_spread(result["finals"]), ""]
+    if done[:-1]:
+        texts[-1] = mean_and_spread([b - a for a, b in zip(done[-2]["finals"], result["finals"])], "+")
     for key, number in (("tokens", "{:,.0f}"), ("seconds", "{:,.1f}")):
         texts.append("not reached" if result[key] is None else number.format(result[key]))
         for other in (done[-2:-1], done[:1] if len(done) > 1 else []):
@@ -96,10 +97,25 @@ def cells(results):
     return texts
 
 
+def widths(rungs):
+    """WIDTHS, but the first column is as wide as the longest of the rungs' names."""
+    return max(WIDTHS[0], *map(len, rungs)), *WIDTHS[1:]
+
+
+def mean_and_spread(values, sign=""):
+    """ "3.8846 ± 0.0411": the mean and, of several values, their standard deviation. sign: "+" for differences."""
+    spread = f" ± {statistics.stdev(values):.4f}" if len(values) > 1 else ""
+    return f"{statistics.mean(values):{sign}.4f}{spread}"
+
+
 def markdown(results, config, baseline):
     """The table, and a sentence on what it shows. config: has seeds and target_loss. baseline: sooner()'s."""
     table = markdown_table(COLUMNS, [cells(results[:count]) for count in range(1, len(results) + 1)])
-    means = f"means over {config.seeds} seeds, ± the standard deviation" if config.seeds > 1 else "one seed"
+    means = "one seed"
+    if config.seeds > 1:
+        means = (
+            f"means over {config.seeds} seeds, ± the standard deviation; difference: seed by seed, to the rung before"
+        )
     target = f"{config.target_loss}" if config.target_loss else f"{results[0]['loss']:.4f}, where the first rung ends"
     return f"{table}\n\nTokens and seconds to a validation loss of {target}: {means}. {sooner(results, baseline)}"
 

@@ -1,5 +1,8 @@
 """Training recipes: sets of flags."""
 
+from common.cli import UserError
+from common.sweep_axes import read_recipe
+
 # The defaults with --optimizer muon. docs/benchmarks.md says how they were chosen
 MUON = dict(
     optimizer="muon",
@@ -49,3 +52,14 @@ RECIPES = {
     "batch warm-up": dict(batch_warmup_steps=8000),  # 2 billion tokens (GPT-3: 4 to 12); fewer in a short run
     "fp8, also in the head": dict(fp8=True, fp8_head=True),
 }
+
+
+def choose_recipes(texts, config_class):
+    """RECIPES, or those of --recipes: a rung of the command line's flags, then one for each text. config_class: Config.
+
+    Raises UserError for a bad text.
+    """
+    if len(set(texts)) < len(texts):
+        raise UserError("--recipes names a rung twice")
+    given = {text: read_recipe(text, config_class) for text in texts}
+    return {"flags as given": {}} | {text: bring(flags) | flags for text, flags in given.items()} if texts else RECIPES

@@ -62,13 +62,14 @@ def test_the_table_has_ratios_to_the_first_and_to_the_rung_before():
     lines = markdown([first, skipped, faster, worse], TWO_SEEDS, dict(status="done", tokens_per_sec=20.0)).splitlines()[
         2:
     ]
-    assert lines[0] == "| first | 6.0000 ± 0.1414 | 1,000 |  |  | 10.0 |  |  |"
-    assert lines[1] == "| skipped | skipped: no GPU |  |  |  |  |  |  |"
-    assert lines[2] == "| faster | 2.0000 ± 0.0000 | 500 | 2.00 | 2.00 | 5.0 | 2.00 | 2.00 |"
-    assert lines[3] == "| worse | 4.5000 ± 3.5355 | not reached |  |  | not reached |  |  |"
+    assert lines[0] == "| first | 6.0000 ± 0.1414 |  | 1,000 |  |  | 10.0 |  |  |"
+    assert lines[1] == "| skipped | skipped: no GPU |  |  |  |  |  |  |  |"
+    assert lines[2] == "| faster | 2.0000 ± 0.0000 | -4.0000 ± 0.1414 | 500 | 2.00 | 2.00 | 5.0 | 2.00 | 2.00 |"
+    assert lines[3] == "| worse | 4.5000 ± 3.5355 | +2.5000 ± 3.5355 | not reached |  |  | not reached |  |  |"
     assert lines[5] == (
         "Tokens and seconds to a validation loss of 6.0000, where the first rung ends: means over 2 seeds, ± the "
-        "standard deviation. At the speed of the other ladder's baseline (float32, eager, one device: 20 tokens/sec) "
+        "standard deviation; difference: seed by seed, to the rung before. At the speed of the other "
+        "ladder's baseline (float32, eager, one device: 20 tokens/sec) "
         "first would take 50.0 s; faster takes 5.0 s: 10.0 × sooner."
     )
 
@@ -80,6 +81,6 @@ def test_a_loss_of_ones_own_to_compare_at():
     table = markdown(
         [summarize(name, curve, 8.0) for name, curve in (("slow", slow), ("fast", fast))], one_seed, baseline
     )
-    assert table.splitlines()[3] == "| fast | 2.0000 | 250 | 2.00 | 2.00 | 2.5 | 2.00 | 2.00 |"
+    assert table.splitlines()[3] == "| fast | 2.0000 | -4.0000 | 250 | 2.00 | 2.00 | 2.5 | 2.00 | 2.00 |"
     assert "loss of 8.0: one seed. At the speed" in table and "slow would take 25.0 s; fast takes 2.5 s" in table
     assert sooner([summarize("slow", slow, 5.0)], baseline) == "slow does not reach the target."
