@@ -68,6 +68,7 @@ fp8_loss() { recipes fp8_loss --optimizer muon --max_steps 111 --recipes fp8=on 
 
 # With an empty and with a filled cache of torch.compile
 start() {
+    rm -rf "$results/cache"
     export TORCHINDUCTOR_CACHE_DIR=$results/cache TRITON_CACHE_DIR=$results/cache
     for _ in 1 2; do
         began=$(date +%s%N)
@@ -132,5 +133,6 @@ parity() {
 }
 
 for name in "$@"; do
+    declare -F "$name" >/dev/null || { echo "there is no measurement $name" >&2 && exit 1; }
     "$name" 2>&1 | tee "$results/$name.txt"
 done

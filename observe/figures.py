@@ -131,7 +131,7 @@ def time_to_loss(curves, target, facts, path):
     curves: {rung: time_to_loss.Curve of each seed}, all with validations at the same steps. target: the loss to reach.
     """
     figure, (ax,) = new_figure(9, 5.2)
-    for (name, seeds), color in zip(curves.items(), PALETTE):
+    for (name, seeds), color in zip(curves.items(), cycle(PALETTE)):
         for curve in seeds:
             ax.plot(curve.seconds[1:], curve.losses[1:], color=color, linewidth=0.7, alpha=0.4)
         seconds = [statistics.mean(each) for each in zip(*(curve.seconds[1:] for curve in seeds))]

@@ -61,5 +61,9 @@ def choose_recipes(texts, config_class):
     """
     if len(set(texts)) < len(texts):
         raise UserError("--recipes names a rung twice")
+    if not texts:
+        return RECIPES
     given = {text: read_recipe(text, config_class) for text in texts}
-    return {"flags as given": {}} | {text: bring(flags) | flags for text, flags in given.items()} if texts else RECIPES
+    # model=tiny would also bring steps and evaluations, which are the ladder's
+    muon = {text: MUON if flags.get("optimizer") == "muon" else {} for text, flags in given.items()}
+    return {"flags as given": {}} | {text: muon[text] | flags for text, flags in given.items()}

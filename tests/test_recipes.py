@@ -83,3 +83,7 @@ def test_bad_recipes_end_in_one_line(train):
     ):
         with pytest.raises(UserError, match=complaint):
             choose_recipes(texts, Config)
+
+
+def test_a_rung_of_another_model_keeps_the_ladders_own_flags():
+    assert choose_recipes(("model=tiny",), Config) == {"flags as given": {}, "model=tiny": dict(model="tiny")}
