@@ -34,7 +34,7 @@ from observe.figures import describe
 from observe.measure import OUT_OF_MEMORY, SETTLING_STEPS, measure, plain, prepare, report_failures, save
 from observe.tables import COLUMNS, WIDTHS, align, cells, markdown, sweep_markdown, uneven_warning, winners
 from optim import schedules
-from optim.recipes import RECIPES, TO_LOSS_DEMO, choose_recipes
+from optim.recipes import TO_LOSS_DEMO, choose_recipes
 from optimizations import RUNGS, turn_off_unavailable
 from parallel.fsdp import is_sharded
 from parallel.memory import choose_micro_batch_size
@@ -296,13 +296,13 @@ def climb_to_loss(config):
     if config.max_steps <= SETTLING_STEPS:
         raise UserError(f"--max_steps {config.max_steps}: the first {SETTLING_STEPS} steps only warm up; use more")
     recipes = choose_recipes(config.recipes, Config)
-    if config.batch_warmup_steps or recipes is RECIPES and (config.optimizer != Config.optimizer or config.fp8):
-        own = "--optimizer, --fp8 and --batch_warmup_steps, or choose --recipes"
-        raise UserError(f"--to_loss turns Muon, fp8 and the batch warm-up on itself: leave out {own}")
+    if config.batch_warmup_steps:
+        raise UserError("--to_loss turns the batch warm-up on in a rung of its own: leave out --batch_warmup_steps")
+    if not config.recipes and (config.optimizer != Config.optimizer or config.fp8):
+        raise UserError("--to_loss turns Muon and fp8 on itself: leave out --optimizer and --fp8, or use --recipes")
     check(config)
     folder = prepare(config.log_dir, config.run_name, "to_loss")
-    widths = time_to_loss.widths(recipes)
-    print(f"results: {folder}/\n{align(time_to_loss.COLUMNS, widths)}")
+    print(f"results: {folder}/\n{align(time_to_loss.COLUMNS, time_to_loss.widths(recipes))}")
     steps, ranks = config.max_steps, count_devices(config)
     device = torch.device(choose_device_type(config.device))
     splits = (config.tensor, config.context, config.pipeline) if ranks > 1 else ()  # one rank: they are turned off
@@ -339,7 +339,7 @@ def climb_to_loss(config):
                 raise UserError(result["reason"])
             results.append(dict(result, rung=name))
             bar.update(index * config.seeds * steps - bar.n)
-            bar.write(align(time_to_loss.cells(results), widths))
+            bar.write(align(time_to_loss.cells(results), time_to_loss.widths(recipes)))
             draw = partial(figures.time_to_loss, curves, target, results[0]["facts"])
             save(folder, "to_loss", results, time_to_loss.markdown(results, config, baseline), draw)
     print(time_to_loss.sooner(results, baseline))

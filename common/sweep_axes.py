@@ -22,7 +22,8 @@ def read_axis(text, config_class):
     config_class: Config.
     """
     types = typing.get_type_hints(config_class) | {"gpus": int}
-    name, values = read_values(text, f"--sweep {text}", types, NOT_SWEPT)
+    form = "a flag of train_gpt2.py, or gpus, and values, as gpus=1,2"
+    name, values = read_values(text, f"--sweep {text}", types, NOT_SWEPT, form)
     if name == "gpus" and min(values) < 1:
         raise UserError(f"--sweep {text}: gpus must be at least 1")
     if len(set(values)) < len(values):
@@ -33,20 +34,22 @@ def read_axis(text, config_class):
 def read_recipe(text, config_class):
     """ "optimizer=muon lr=1e-3" as {"optimizer": "muon", "lr": 0.001}. Raises UserError as read_axis does."""
     where, types = f"--recipes {text!r}", typing.get_type_hints(config_class)
-    axes = [read_values(part, where, types, NOT_SWEPT | {"seed"}) for part in text.split()]
-    if not axes or any(len(values) > 1 for _, values in axes):
-        raise UserError(f'{where}: a rung has flags with one value each, as "lr=1e-3 fp8=on"')
-    return {name: value for name, (value,) in axes}
+    form = 'flags of train_gpt2.py with one value each, as "lr=1e-3 fp8=on"'
+    axes = [read_values(part, where, types, NOT_SWEPT | {"seed"}, form) for part in text.split()]
+    recipe = {name: values[0] for name, values in axes}
+    if not recipe or len(recipe) < sum(len(values) for _, values in axes):
+        raise UserError(f"{where}: it takes {form}")
+    return recipe
 
 
-def read_values(text, where, types, excluded):
-    """(name, values) from "name=value,value". types: {name: type}; where: begins an error message."""
+def read_values(text, where, types, excluded, form):
+    """(name, values) from "name=value,value". types: {name: type}; excluded: names; where and form, what is allowed:
+    for error messages."""
     name, _, values = text.partition("=")
     if name in excluded:
-        raise UserError(f"{where}: {name} is set or ignored there")
+        raise UserError(f"{where}: {name} is the same in all runs, or has no effect")
     if name not in types or not values:
-        gpus = ", or gpus," if "gpus" in types else ""
-        raise UserError(f"{where}: it takes a flag of train_gpt2.py{gpus} and its values, as micro_batch_size=8,16")
+        raise UserError(f"{where}: it takes {form}")
     try:
         return name, [read_value(name, types[name], value) for value in values.split(",")]
     except UserError as error:

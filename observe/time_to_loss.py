@@ -65,7 +65,7 @@ def reach(curve, target):
 
 
 def summarize(name, curves, target=None):
-    """A rung over several seeds: mean and standard deviation of the final loss, mean tokens and seconds to the target.
+    """A rung over several seeds: their final losses and the mean, mean tokens and seconds to the target.
 
     target: a loss; without one the runs' ends count. tokens and seconds are None if a seed does not reach the target.
     status is "diverged", with a reason, if a seed's last validation loss is not finite.
@@ -76,9 +76,8 @@ def summarize(name, curves, target=None):
         return dict(rung=name, status="diverged", reason=reason)
     reached = [(c.tokens[-1], c.seconds[-1]) if target is None else reach(c, target) for c in curves]
     tokens, seconds = map(statistics.mean, zip(*reached)) if all(reached) else (None, None)
-    spread = statistics.stdev(finals) if len(finals) > 1 else None
     loss = statistics.mean(finals)
-    return dict(rung=name, status="done", loss=loss, spread=spread, tokens=tokens, seconds=seconds, finals=finals)
+    return dict(rung=name, status="done", loss=loss, tokens=tokens, seconds=seconds, finals=finals)
 
 
 def cells(results):
@@ -86,9 +85,12 @@ def cells(results):
     result, done = results[-1], [result for result in results if result["status"] == "done"]
     if result["status"] != "done":
         return [result["rung"], f"{result['status']}: {result['reason']}"]
-    texts = [result["rung"], mean_and_spread(result["finals"]), ""]
-    if done[:-1]:
-        texts[-1] = mean_and_spread([b - a for a, b in zip(done[-2]["finals"], result["finals"])], "+")
+    differences = [b - a for before in done[-2:-1] for a, b in zip(before["finals"], result["finals"])]
+    texts = [
+        result["rung"],
+        mean_and_spread(result["finals"]),
+        mean_and_spread(differences, "+") if differences else "",
+    ]
     for key, number in (("tokens", "{:,.0f}"), ("seconds", "{:,.1f}")):
         texts.append("not reached" if result[key] is None else number.format(result[key]))
         for other in (done[-2:-1], done[:1] if len(done) > 1 else []):
@@ -111,11 +113,8 @@ def mean_and_spread(values, sign=""):
 def markdown(results, config, baseline):
     """The table, and a sentence on what it shows. config: has seeds and target_loss. baseline: sooner()'s."""
     table = markdown_table(COLUMNS, [cells(results[:count]) for count in range(1, len(results) + 1)])
-    means = "one seed"
-    if config.seeds > 1:
-        means = (
-            f"means over {config.seeds} seeds, ± the standard deviation; difference: seed by seed, to the rung before"
-        )
+    several = f"means over {config.seeds} seeds, ± the standard deviation; difference: seed by seed, to the rung before"
+    means = several if config.seeds > 1 else "one seed"
     target = f"{config.target_loss}" if config.target_loss else f"{results[0]['loss']:.4f}, where the first rung ends"
     return f"{table}\n\nTokens and seconds to a validation loss of {target}: {means}. {sooner(results, baseline)}"
 

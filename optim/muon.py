@@ -19,6 +19,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed.tensor import DTensor
 
+from optim.low_memory_adamw import store
 from parallel.fsdp import local
 
 # Polar Express (Amsel et al. 2025, arXiv 2505.16932): the five polynomials x -> a x + b x³ + c x⁵ that bring singular
@@ -56,15 +57,15 @@ class Muon(torch.optim.Optimizer):
         for group in self.matrices:
             for weight in group["params"]:
                 self.state[weight] = dict(momentum_buffer=torch.zeros_like(weight))
-        self.mix = torch.compile(mix, dynamic=False) if compiled else mix
-        self.apply = torch.compile(apply, dynamic=False) if compiled else apply
+        self.update_momentum = torch.compile(update_momentum, dynamic=False) if compiled else update_momentum
+        self.update_weight = torch.compile(update_weight, dynamic=False) if compiled else update_weight
         self.found_inf = torch.zeros((), device=weight.device)  # set by update_if_finite
 
     @torch.no_grad()
     def step(self, closure=None):
         """One update of all parameters.
 
-        As with fused AdamW, nothing changes if found_inf, a scalar on the device, is 1: the host does not wait for it.
+        If AdamW is fused, nothing changes where found_inf, a scalar on the device, is 1: the host does not wait for it.
         """
         if self.defaults["fused"]:
             self.adamw.found_inf = self.found_inf
@@ -77,26 +78,27 @@ class Muon(torch.optim.Optimizer):
             directions = shards[0].new_empty(len(weights), *shards[0].shape, dtype=torch.bfloat16)
             for weight, direction in zip(weights, directions):
                 gradient, momentum = local(weight.grad), local(self.state[weight]["momentum_buffer"])
-                self.mix(gradient.reshape(-1), momentum.view(-1), direction.view(-1), skip, group["momentum"])
+                flat = gradient.reshape(-1), momentum.view(-1), direction.view(-1)
+                self.update_momentum(*flat, skip, group["momentum"])
             parts, coefficients = group["parts"], group["coefficients"]
             whole = to_owners(directions, shape[0], mesh)  # (n of this rank, rows, columns)
             whole = orthogonalize(whole.unflatten(1, (parts, -1)).flatten(0, 1), coefficients).view_as(whole)
             updates = from_owners(whole, directions, mesh)
-            # on the device: torch.compile would compile each number anew
+            # tensors: torch.compile would compile again for each new number
             rate = applied * (group["lr"] * 0.2 * math.sqrt(max(shape[0] // parts, shape[1])))
             decay = 1 - applied * (group["lr"] * group["weight_decay"])
             for weight, update in zip(shards, updates):
-                self.apply(weight.view(-1), update.reshape(-1), decay, rate)
+                self.update_weight(weight.view(-1), update.reshape(-1), decay, rate)
 
 
-def mix(gradient, momentum, direction, skip, decay):
+def update_momentum(gradient, momentum, direction, skip, decay):
     """Update the momentum, and write the Nesterov direction; if skip, the momentum stays and the direction is 0."""
     mean = momentum.lerp(gradient, 1 - decay)
-    momentum.copy_(torch.where(skip, momentum, mean))
+    store(momentum, mean, skip)
     direction.copy_(torch.where(skip, 0, gradient.lerp(mean, decay)))
 
 
-def apply(weight, update, decay, rate):
+def update_weight(weight, update, decay, rate):
     """weight * decay - update * rate, in place."""
     weight.mul_(decay).sub_(update.float() * rate)
 

@@ -39,7 +39,12 @@ TO_LOSS_DEMO = dict(lr=6e-4, max_steps=40, val_tokens=4096, seeds=2, micro_batch
 def bring(flags):
     """The defaults that --demo, --model tiny and --optimizer muon bring. flags: {name: value}."""
     small = DEMO if flags.get("demo") else TINY if flags.get("model") == "tiny" else {}
-    return dict(small, **MUON if flags.get("optimizer") == "muon" else {})
+    return small | bring_optimizer(flags)
+
+
+def bring_optimizer(flags):
+    """The defaults that --optimizer brings."""
+    return MUON if flags.get("optimizer") == "muon" else {}
 
 
 # The ladder of `ladder.py --to_loss`, {rung: the flags that it changes}. The first rung is the command line's recipe,
@@ -64,6 +69,5 @@ def choose_recipes(texts, config_class):
     if not texts:
         return RECIPES
     given = {text: read_recipe(text, config_class) for text in texts}
-    # model=tiny would also bring steps and evaluations, which are the ladder's
-    muon = {text: MUON if flags.get("optimizer") == "muon" else {} for text, flags in given.items()}
-    return {"flags as given": {}} | {text: muon[text] | flags for text, flags in given.items()}
+    # not bring(): model=tiny would bring steps and evaluations, which are the ladder's
+    return {"flags as given": {}} | {text: bring_optimizer(flags) | flags for text, flags in given.items()}

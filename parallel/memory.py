@@ -26,7 +26,7 @@ PEAK_BYTES = {
     (False, True): (45, 9, 6),
     (False, False): (64, 12, 4),
 }
-LOSS_PARALLEL_BYTES = 9  # the head's, at least, with --tensor: float32 logits and gradients; fitted as well
+LOSS_PARALLEL_BYTES = 9  # of the head with --tensor, at least: its logits and gradients are float32; fitted as well
 
 
 def nearest_multiples(number, factor):
@@ -194,9 +194,9 @@ def bytes_per_token(config):
     half = config.autocast != "off"
     layer, head, score = PEAK_BYTES[config.compile, half]
     layer = config.n_embd * layer + (0 if config.flash else config.n_head * config.seq_len * score)
-    head, width = head / config.tensor, compute_bytes(config)
+    width = compute_bytes(config)
     if config.tensor > 1:  # each rank has a part of everything but the inputs of c_attn and c_fc
-        head = max(head, LOSS_PARALLEL_BYTES / config.tensor)
+        head = max(head, LOSS_PARALLEL_BYTES) / config.tensor
         layer = layer / config.tensor + 2 * width * config.n_embd
     if config.context > 1:  # c_proj reads a copy of attention's output, that of the second all-to-all
         layer += width * config.n_embd

@@ -25,6 +25,7 @@ first block and its reduce-scatter after all others. With x = B T C / N numbers 
                  the bubble, (N-1)/V micro-batches              once a step             waits
                  (Narayanan et al. 2021, sections 2.2 and 3.2)
 
+tensor's and context's collectives take COPIES times as long, since they copy their inputs and outputs.
 "full" activation checkpointing repeats the collectives of a block's forward, "selective" its all-gathers. --tensor and
 --pipeline with ddp use FSDP, which overlaps the all-reduce; with --pipeline all averaging comes after the last
 micro-batch, and waits.
@@ -43,7 +44,7 @@ LAYER_SECONDS = 0.3e-3  # of a block in each micro-batch, however small: 108.6, 
 STEP_SECONDS = 2e-3  # the update, and the rest of a step; 25 ms for 1558M, 1% of a step that the fit absorbs
 SLOWEST = 1.015  # several GPUs wait for the slowest
 SHARDED = dict(ddp=1.03, zero2=1.03, zero3=1.05, hsdp=1.05)  # FSDP's computation, against DDP's; hsdp: as zero3
-COPIES = 1.5  # of a collective along the sequence, which copies its input and output; 124M, --context 2
+COPIES = 1.5  # times the bytes of tensor's and context's collectives, which copy input and output; 124M, --context 2
 LATENCY = 20e-6  # of a collective, however small: an assumption
 SPLIT_GRAPH_SECONDS = 5e-3  # what the splits of a compiled graph cost with --overlap_gradients
 BACKWARD_SHARE = 2 / 3  # of a micro-batch's time: what --overlap_gradients can hide averaging behind

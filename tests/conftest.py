@@ -120,8 +120,9 @@ def run_in(args, folder, outputs, env):
 
 
 def run_python(args):
-    # streams that began as a file's cannot seek in a pipe
-    sys.stdout, sys.stderr = (open(number, "w", 1, sys.stdout.encoding) for number in (1, 2))
+    # the streams of this process's parent were made for files, and would seek, which a pipe cannot
+    encoding = sys.stdout.encoding
+    sys.stdout, sys.stderr = (open(number, "w", 1, encoding, closefd=False) for number in (1, 2))
     if args[0] == "-m":
         sys.argv = args[1:]
         runpy.run_module(args[1], run_name="__main__", alter_sys=True)
@@ -134,7 +135,7 @@ def fork_training(process, args, popen=subprocess.Popen.__init__, **kwargs):
     """subprocess.Popen(), but train_gpt2.py, also under torchrun, runs in a fork of this process."""
 
     def run():
-        # no file of the parent stays open: Popen() waits until one, a pipe, ends
+        # no file of the parent stays open: Popen() waits until this process closes its end of a pipe
         null = os.open(os.devnull, os.O_RDWR)
         for number in map(int, os.listdir("/dev/fd")):
             if number not in (0, 1, 2, null):
@@ -150,7 +151,7 @@ def fork_training(process, args, popen=subprocess.Popen.__init__, **kwargs):
             run_python([arg for arg in args[1:] if arg != "-u"])
             code = 0
         except SystemExit as end:
-            code = end.code or 0
+            code = end.code if isinstance(end.code, int) else int(end.code is not None)
         except BaseException:
             traceback.print_exc()
         finally:

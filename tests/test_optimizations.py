@@ -32,7 +32,7 @@ HALF = dict(autocast="bf16")
 CASES = {
     "tf32": (1e-3, dict(tf32=True), {}),
     "bf16": (2e-3, HALF, {}),
-    "compile": (1e-5, dict(compile=True), dict(n_layer=1)),
+    "compile": (1e-5, dict(compile=True), {}),
     "flash": (1e-5, dict(flash=True), {}),
     "attention_backend": (1e-3, dict(attention_backend="efficient"), HALF | dict(flash=True)),
     "pad_vocab": (1e-5, dict(pad_vocab=True), {}),
@@ -44,7 +44,7 @@ CASES = {
     "fused_gelu": (1e-3, dict(fused_gelu=True), HALF),
     "packed_qkv": (1e-3, dict(packed_qkv=True), HALF | dict(flash=True)),
     "mask_documents": (1e-5, dict(mask_documents=True), {}),  # these tokens are one document a row
-    "fp8": (2e-2, dict(fp8=True), HALF | dict(n_layer=1)),
+    "fp8": (2e-2, dict(fp8=True), HALF),
     "fp8_head": (2e-2, dict(fp8_head=True), HALF | dict(fp8=True, fused_cross_entropy=True, pad_vocab=True)),
     "activation_checkpointing": (1e-5, dict(activation_checkpointing="selective"), {}),
 }
@@ -61,9 +61,9 @@ NEEDS_A_GPU = ("tf32", "attention_backend", "packed_qkv", "fp8_head")
 
 def losses(**flags):
     """The losses of three steps on fixed tokens."""
-    config = replace(PLAIN, **flags)
-    trainer = build(config, ALONE, sizes=replace(SIZES, n_layer=config.n_layer))
+    trainer = build(replace(PLAIN, **flags), ALONE, sizes=SIZES)
     generator = torch.Generator().manual_seed(0)
+    config = trainer.config
     found = []
     for step in range(config.max_steps):
         shape = config.total_batch_size // config.seq_len, config.seq_len + 1

@@ -70,14 +70,18 @@ def test_recipes_of_ones_own(train):
 
 def test_bad_recipes_end_in_one_line(train):
     expect_error(train("x", "--to_loss", fails=True, script="ladder.py"), "--max_steps 3: the first 5 steps")
-    for own in (("--optimizer", "muon"), ("--batch_warmup_steps", 3)):
+    for own, complaint in (
+        (("--optimizer", "muon"), "leave out --optimizer and --fp8, or use --recipes"),
+        (("--batch_warmup_steps", 3, "--recipes", "fp8=on"), "leave out --batch_warmup_steps"),
+    ):
         done = train("x", "--to_loss", "--max_steps", 9, *own, fails=True, script="ladder.py")
-        expect_error(done, "leave out --optimizer, --fp8 and --batch_warmup_steps")
+        expect_error(done, complaint)
     for texts, complaint in (
-        (("lr",), "--recipes 'lr': it takes a flag of train_gpt2.py and its values"),
+        (("lr",), "--recipes 'lr': it takes flags of train_gpt2.py with one value each"),
         (("lr=1e-3,2e-3",), "one value each"),
         (("",), "one value each"),
-        (("seed=1",), "seed is set or ignored"),
+        (("lr=1e-3 lr=2e-3",), "one value each"),
+        (("seed=1",), "seed is the same in all runs"),
         (("fp8=perhaps",), "--fp8 perhaps: it must be on or off"),
         (("fp8=on", "fp8=on"), "a rung twice"),
     ):
