@@ -47,6 +47,7 @@ class GPTConfig:
     fused_cross_entropy: bool = False  # head and loss by a Triton kernel; needs a GPU
     fused_gelu: bool = False  # GELU in the epilogues of cuBLASLt's GEMMs
     packed_qkv: bool = False  # flash attention through cuDNN's front end; needs autocast
+    flash4_backward: bool = False  # with packed_qkv: its backward by FlashAttention-4
     mask_documents: bool = False  # a token attends within its own document; the last token of the vocabulary opens one
     fp8_head: bool = False  # the head's GEMMs of fused_cross_entropy in float8
 
@@ -77,7 +78,7 @@ class CausalSelfAttention(nn.Module):
         super().__init__()
         self.head_width = config.n_embd // config.n_head
         self.flash = config.flash
-        self.packed_qkv = config.packed_qkv
+        self.packed_qkv, self.flash4_backward = config.packed_qkv, config.flash4_backward
         self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd)
         self.c_proj = nn.Linear(config.n_embd, config.n_embd)
 
@@ -89,7 +90,7 @@ class CausalSelfAttention(nn.Module):
         if self.packed_qkv and past is None:
             from kernels.attention import packed_qkv  # needs nvidia-cudnn-frontend
 
-            return self.c_proj(packed_qkv(qkv, n_head, documents.offsets, documents.count)[0])
+            return self.c_proj(packed_qkv(qkv, n_head, documents.offsets, documents.count, self.flash4_backward)[0])
         # mask_documents: no score between two documents is computed
         if documents.offsets is not None:
             return self.c_proj(document_attention(qkv, n_head, documents.offsets, documents.count)[0])

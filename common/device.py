@@ -1,5 +1,6 @@
 """The device: which one "auto" means, what torch.compile and packages need on it, deterministic kernels."""
 
+import importlib.metadata
 import importlib.util
 import os
 import shutil
@@ -33,6 +34,14 @@ def missing_compiler(device):
 def missing_package(module, package):
     """Why a module cannot be imported, or None."""
     return None if importlib.util.find_spec(module) else f"it needs a package: pip install {package}"
+
+
+def missing_distribution(package):
+    """As missing_package, for a package whose module another package may have, too."""
+    try:
+        importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return f"it needs a package: pip install {package}"
 
 
 def be_deterministic():

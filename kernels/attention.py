@@ -6,6 +6,8 @@ strided views of (B, T, 3C) tensors.
 
 Documents are "ragged" sequences of the same tensors: an offset for each, and a length.
 
+The backward is cuDNN's, or FlashAttention-4's (kernels/flash4.py).
+
 Documentation of the front end: https://docs.nvidia.com/deeplearning/cudnn/frontend/latest/operations/Attention.html
 """
 
@@ -23,11 +25,16 @@ TYPES = {torch.bfloat16: cudnn.data_type.BFLOAT16, torch.float16: cudnn.data_typ
 
 @torch.library.custom_op("gpt2::packed_qkv", mutates_args=())
 def packed_qkv(
-    qkv: torch.Tensor, n_head: int, offsets: torch.Tensor | None = None, count: torch.Tensor | None = None
+    qkv: torch.Tensor,
+    n_head: int,
+    offsets: torch.Tensor | None = None,
+    count: torch.Tensor | None = None,
+    flash4_backward: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(y, stats) of causal attention with n_head heads. qkv (B, T, 3C) bf16 or fp16.
 
     offsets and count, of kernels.documents.Documents: a token attends within its own document.
+    flash4_backward: the backward is FlashAttention-4's, for Hopper; needs flash-attn-4.
     y (B, T, C); stats (B, H, T, 1) float32, with documents (B, T, H): the log-sum-exp of each softmax, for backward.
     Raises UserError where cuDNN does not support the sizes, ValueError for another dtype.
     """
@@ -45,7 +52,7 @@ def new_stats(qkv, n_head, offsets):
 
 
 @packed_qkv.register_fake
-def _(qkv, n_head, offsets=None, count=None):
+def _(qkv, n_head, offsets=None, count=None, flash4_backward=False):
     B, T, width = qkv.shape
     return qkv.new_empty(B, T, width // 3), new_stats(qkv, n_head, offsets)
 
@@ -59,30 +66,37 @@ def packed_qkv_backward(
     n_head: int,
     offsets: torch.Tensor | None = None,
     count: torch.Tensor | None = None,
+    flash4_backward: bool = False,
 ) -> torch.Tensor:
     """The gradient of qkv, (B, T, 3C), for dy (B, T, C)."""
     qkv = qkv.contiguous()
     B, T, C = y.shape
     dqkv = torch.empty_like(qkv)
+    if flash4_backward:
+        from kernels import flash4  # needs flash-attn-4
+
+        flash4.backward(dy, qkv, y, stats, n_head, dqkv, None if offsets is None else offsets[: slots(count) + 1])
+        return dqkv
     tensors = [*qkv.split(C, dim=2), y, stats, dy, *dqkv.split(C, dim=2)]
     execute(B, T, n_head, C // n_head, tensors, offsets, count, backward=True)
     return dqkv
 
 
 @packed_qkv_backward.register_fake
-def _(dy, qkv, y, stats, n_head, offsets=None, count=None):
+def _(dy, qkv, y, stats, n_head, offsets=None, count=None, flash4_backward=False):
     return torch.empty_like(qkv)
 
 
 def save_for_backward(ctx, inputs, output):
-    qkv, ctx.n_head, offsets, count = inputs
+    qkv, ctx.n_head, offsets, count, ctx.flash4_backward = inputs
     ctx.save_for_backward(qkv, *output, offsets, count)
     ctx.set_materialize_grads(False)
 
 
 def backward(ctx, dy, _):
     qkv, y, stats, *documents = ctx.saved_tensors
-    return packed_qkv_backward(dy.contiguous(), qkv, y, stats, ctx.n_head, *documents), None, None, None
+    dqkv = packed_qkv_backward(dy.contiguous(), qkv, y, stats, ctx.n_head, *documents, ctx.flash4_backward)
+    return dqkv, None, None, None, None
 
 
 packed_qkv.register_autograd(backward, setup_context=save_for_backward)

@@ -10,10 +10,8 @@ returns three gradients pays for the copy.
 
 import common.interrupt  # first: Ctrl-C during the other imports
 
-import importlib.util
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -21,6 +19,7 @@ from torch.nn.attention import sdpa_kernel
 from tqdm import tqdm
 
 from common.cli import UserError, first_line, is_out_of_memory, parse, run
+from common.device import missing_distribution, missing_package
 from kernels.sdpa import BACKENDS
 from model import GPTConfig, causal_attention
 from observe import figures, roofline
@@ -31,11 +30,11 @@ from observe.timing import TimingFlags, dtype_of_activations, forward_and_backwa
 from parallel import process_group
 
 LENGTHS = tuple(512 * 2**i for i in range(7))
-# Backends of F.scaled_dot_product_attention. PyTorch's own FlashAttention is version 2; packed_qkv, besides these,
-# calls cuDNN's kernels through its front end.
+# Backends of F.scaled_dot_product_attention. PyTorch's own FlashAttention is version 2. Besides these: packed_qkv,
+# cuDNN's kernels through its front end, and flash4_backward, the same forward with FlashAttention-4's backward.
 SDPA = dict(efficient="efficient", FlashAttention="flash", cuDNN="cudnn")
 COLUMNS = ("attention", "D", "T", "forward ms", "backward ms", "TFLOP/s", "of roof", "peak GB")
-BYTES_COLUMNS = ("D", "T", "standard GB", "FlashAttention GB", "ratio")
+BYTES_COLUMNS = ("D", "T", "standard", "FlashAttention", "ratio")
 COLUMN_WIDTHS = (16, 4, 6, 11, 12, 8, 8, 8)
 
 
@@ -101,21 +100,18 @@ def candidates(device):
     if device.type != "cuda":
         return ["written out", "FlashAttention"] if device.type == "cpu" else ["written out"]
     names = ["written out", *SDPA]
-    names += ["packed_qkv"] if importlib.util.find_spec("cudnn") else []
-    # FlashAttention-4 is the package flash-attn-4, whose module is flash_attn.cute
-    package = importlib.util.find_spec("flash_attn")
-    cute = [
-        folder for folder in (package.submodule_search_locations if package else ()) if Path(folder, "cute").exists()
-    ]
-    return [*names, "FlashAttention-4"] if cute else names
+    packed = missing_package("cudnn", "nvidia-cudnn-frontend") is None
+    flash4 = missing_distribution("flash-attn-4") is None
+    names += ["packed_qkv"] * packed + ["FlashAttention-4"] * flash4
+    return names + ["flash4_backward"] * (packed and flash4)
 
 
 def attend(name, qkv, H):
     """Causal attention, (B, T, C) or (B, H, T, D), by one kernel. qkv (B, T, 3C)."""
-    if name == "packed_qkv":
+    if name in ("packed_qkv", "flash4_backward"):
         from kernels.attention import packed_qkv  # needs nvidia-cudnn-frontend
 
-        return packed_qkv(qkv, H)[0]
+        return packed_qkv(qkv, H, flash4_backward=name == "flash4_backward")[0]
     q, k, v = (part.unflatten(2, (H, -1)).transpose(1, 2) for part in qkv.chunk(3, dim=2))  # (B, H, T, D)
     if name == "written out":
         return causal_attention(q, k, v)
@@ -135,7 +131,7 @@ def time_kernel(name, D, T, flags, device):
         refusals = ("No available kernel", "No viable backend", "unsupported")
         # UserError: cuDNN's front end has no kernel; FlashAttention-4's releases do not all fit PyTorch's call
         refused = isinstance(error, UserError) or any(words in str(error) for words in refusals)
-        if refused or name == "FlashAttention-4":
+        if refused or name in ("FlashAttention-4", "flash4_backward"):
             return dict(status="skipped", reason=first_line(error))
         raise
     finally:
@@ -198,21 +194,41 @@ def cells(result):
     return [*texts, "–" if share is None else f"{share:.0%}", "–" if peak is None else f"{peak:.2f}"]
 
 
+def measures(result):
+    """{measure: text} of one kernel, for the tables."""
+    if result["status"] != "done":
+        return {}
+    peak, share = result["peak_gb"], result["of_roof"]
+    texts = {
+        "Forward + backward, ms": f"{result['forward_ms']:.2f} + {result['backward_ms']:.2f}",
+        "TFLOP/s, share of the roof": f"{result['tflops']:.4g}" + ("" if share is None else f", {share:.0%}"),
+    }
+    return texts if peak is None else texts | {"Peak memory, GB": f"{peak:.2f}"}
+
+
 def markdown(results, flags, device):
-    text = markdown_table(COLUMNS, [cells(result) for result in results])
-    text += f"\n\n{flags.tokens:,} tokens, C = {flags.n_embd}. FLOPs are those of the causal half: 7·T·C a token. "
-    text += "A GB is 2^30 bytes."
+    """A table for each measure: a row for each D and T, a column for each kernel."""
+    names = list(dict.fromkeys(result["name"] for result in results))
+    rows = list(dict.fromkeys((result["D"], result["T"]) for result in results))
+    texts = {(result["name"], result["D"], result["T"]): measures(result) for result in results}
+    reasons = {(result["name"], result["D"], result["T"]): result.get("reason") for result in results}
+    text = f"{flags.tokens:,} tokens, C = {flags.n_embd}. FLOPs are those of the causal half: 7·T·C a token. "
+    text += "A GB is 2^30 bytes.\n\n"
+    for measure in dict.fromkeys(measure for cell in texts.values() for measure in cell):
+        table = []
+        for D, T in rows:
+            cells = [texts.get((name, D, T), {}).get(measure) or reasons.get((name, D, T)) or "" for name in names]
+            table.append([str(D), f"{T:,}", *cells])
+        text += f"{measure}:\n\n{markdown_table(('D', 'T', *names), table)}\n\n"
     on_chip = device.type == "cuda" and torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor
     if on_chip:
-        rows = []
-        for D, T in sorted({(result["D"], result["T"]) for result in results}):
+        table = []
+        for D, T in rows:
             standard, flash = (n / 2**30 for n in predicted_bytes(T, D, flags.tokens, flags.n_embd, on_chip))
-            rows.append([str(D), f"{T:,}", f"{standard:.2f}", f"{flash:.2f}", f"{standard / flash:.1f}"])
-        text += (
-            f"\n\n{markdown_table(BYTES_COLUMNS, rows)}\n\nBytes of forward by the FlashAttention paper's algorithms "
-        )
-        text += f"0 and 1, without a mask, for {on_chip // 1024} KB of shared memory."
-    return text
+            table.append([str(D), f"{T:,}", f"{standard:.2f}", f"{flash:.2f}", f"{standard / flash:.1f}"])
+        text += "GB that forward moves by the FlashAttention paper's algorithms 0 and 1, without a mask, for "
+        text += f"{on_chip // 1024} KB of shared memory:\n\n{markdown_table(BYTES_COLUMNS, table)}"
+    return text.rstrip()
 
 
 if __name__ == "__main__":

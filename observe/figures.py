@@ -5,7 +5,8 @@ from itertools import cycle, product
 
 INK, MUTED, RULE = "#1f2328", "#6a737d", "#d8dee4"
 SPEED, MEMORY = "#2f6fbb", "#c77d2e"
-PALETTE = ("#2f6fbb", "#c77d2e", "#4f9d69", "#b5495b", "#7d5ba6", "#8a8f98")
+PALETTE = ("#2f6fbb", "#c77d2e", "#4f9d69", "#b5495b", "#7d5ba6", "#8a8f98", "#3aa6a6")
+STYLES = ("-", "--", "-.")
 PARTS = ("#7d5ba6", "#b5495b", "#4f9d69", "#e0a458", "#8fb3dc", "#8a8f98")  # of memory, as in step_memory.py
 HEAT = "Blues"
 MODEL_FLAGS = {"model", "n_layer", "n_head", "n_embd"}
@@ -211,12 +212,12 @@ def attention(results, path):
     figure, axes = new_figure(1 + 5.5 * len(shown), 5, columns=len(shown))
     names, widths = (list(dict.fromkeys(result[key] for result in results)) for key in ("name", "D"))
     for ax, key in zip(axes, shown):
-        for (name, color), (D, style) in product(zip(names, PALETTE), zip(widths, cycle(("-", "--", "-.")))):
+        for (name, color), (D, style) in product(zip(names, PALETTE), zip(widths, cycle(STYLES))):
             line = [point for point in points if (point["name"], point["D"]) == (name, D)]
             if not line:
                 continue
             T, values = [point["T"] for point in line], [point[key] for point in line]
-            ax.plot(T, values, style, color=color, marker="o", markersize=3, label=f"{name}, D = {D}")
+            ax.plot(T, values, style, color=color, marker="o", markersize=3)
             for result in results:
                 if (result["name"], result["D"], result.get("reason")) == (name, D, "out of memory"):
                     growth = result["T"] / T[-1]  # at the same number of tokens the T × T matrices grow with T
@@ -232,7 +233,11 @@ def attention(results, path):
         ax.set_xlabel("sequence length T", color=INK)
         ax.set_ylabel(measures[key], color=INK)
         ax.grid(axis="y", color=RULE, linewidth=0.6)
-    axes[0].legend(frameon=False, fontsize=8, labelcolor=INK)
+    for name, color in zip(names, PALETTE):
+        axes[-1].plot([], [], color=color, label=name)
+    for D, style in zip(widths, cycle(STYLES)):
+        axes[-1].plot([], [], style, color=INK, label=f"D = {D}")
+    axes[-1].legend(frameon=False, fontsize=8, labelcolor=INK)
     facts = done[0]["facts"]
     figure.suptitle(
         f"Attention: {facts['hardware']}, PyTorch {facts['torch']}", x=0.01, ha="left", fontsize=11, color=INK

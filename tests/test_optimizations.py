@@ -7,6 +7,7 @@ import pytest
 import torch
 from conftest import ROOT, logged
 
+from common.device import missing_distribution
 from config import Config
 from kernels import sdpa
 from model import GPTConfig
@@ -43,6 +44,7 @@ CASES = {
     "fused_cross_entropy": (1e-5, dict(fused_cross_entropy=True), {}),
     "fused_gelu": (1e-3, dict(fused_gelu=True), HALF),
     "packed_qkv": (1e-3, dict(packed_qkv=True), HALF | dict(flash=True)),
+    "flash4_backward": (1e-3, dict(flash4_backward=True), HALF | dict(flash=True, packed_qkv=True)),
     "mask_documents": (1e-5, dict(mask_documents=True), {}),  # these tokens are one document a row
     "fp8": (2e-2, dict(fp8=True), HALF),
     "fp8_head": (2e-2, dict(fp8_head=True), HALF | dict(fp8=True, fused_cross_entropy=True, pad_vocab=True)),
@@ -56,7 +58,7 @@ TWO_RANKS = {
 }
 RECIPE = ("adamw", "schedule", "clipping")
 # fp8_head is slow in Triton's interpreter: test_fp8_head.py has it
-NEEDS_A_GPU = ("tf32", "attention_backend", "packed_qkv", "fp8_head")
+NEEDS_A_GPU = ("tf32", "attention_backend", "packed_qkv", "flash4_backward", "fp8_head")
 
 
 def losses(**flags):
@@ -85,6 +87,8 @@ def test_on_against_off(name):
         pytest.skip("needs an NVIDIA GPU")
     if name in ("fused_cross_entropy", "fp8", "fp8_head"):
         pytest.importorskip("triton")
+    if name == "flash4_backward" and (reason := missing_distribution("flash-attn-4")):
+        pytest.skip(reason)
     on = both | on
     if DEVICE.type == "cuda":
         wanted = replace(PLAIN, **on)

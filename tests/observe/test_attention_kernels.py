@@ -3,6 +3,7 @@
 import json
 
 import pytest
+import torch
 from conftest import expect_error
 from test_figures import FACTS, draw
 
@@ -23,7 +24,10 @@ def test_it_measures_every_kernel_of_the_device(command, tmp_path):
         seconds = 1e-3 * (result["forward_ms"] + result["backward_ms"])
         # 2 GEMMs forward and 5 backward, each of 2·T·C FLOPs a token, of which causal attention needs half
         assert result["tflops"] * 1e12 * seconds == pytest.approx(7 * 64 * result["T"] * 16)
-    assert "| written out | 8 | 16 |" in (folder / "attention.md").read_text()
+    table = (folder / "attention.md").read_text()
+    assert "| D | T | written out | FlashAttention |" in table
+    assert f"| 8 | 16 | {results[0]['forward_ms']:.2f} + {results[0]['backward_ms']:.2f} |" in table
+    assert f"| 8 | 32 | {results[2]['tflops']:.4g} | {results[3]['tflops']:.4g} |" in table
     assert (folder / "attention.png").stat().st_size > 1000
     expect_error(command("observe/attention.py", *SMALL), "side_by_side exists")
 
@@ -51,4 +55,8 @@ def test_out_of_memory_is_a_row_and_a_cross(tmp_path, monkeypatch):
     for ax, last in zip(axes, (3.0, 3.0)):
         (cross,) = [line for line in ax.lines if line.get_marker() == "x"]
         assert (cross.get_xdata()[0], cross.get_ydata()[0]) == (2048, 2 * last)
+    flags = attention.Flags(tokens=4096)
+    assert "| 64 | 2,048 | out of memory |" in attention.markdown(
+        [done | dict(T=512, tflops=1.0, of_roof=0.5), failed], flags, torch.device("cpu")
+    )
     assert attention.cells(failed) == ["written out", "64", "2,048", "out of memory"]

@@ -1,0 +1,31 @@
+"""The backward of attention by FlashAttention-4 (the package flash-attn-4), on q, k and v packed in one tensor.
+
+FlashAttention-4's function for autograd returns the gradients of q, k and v as three tensors, so that a copy would have
+to pack them. The function below it, which is called here, writes them to strided views of one (B, T, 3C) tensor.
+
+https://github.com/Dao-AILab/flash-attention/tree/main/flash_attn/cute
+"""
+
+import torch
+from flash_attn.cute.interface import _flash_attn_bwd
+
+
+def backward(dy, qkv, y, stats, n_head, dqkv, offsets=None):
+    """Write the gradient of qkv (B, T, 3C) to dqkv, for dy and y (B, T, C), all contiguous, bf16 or fp16.
+
+    stats: the log-sum-exp of each softmax, float32: (B, H, T, 1), or (B, T, H) with documents. offsets (N + 1,) int32:
+    the first token of each document in the B·T tokens, then B·T.
+    """
+    documents = {}
+    if offsets is None:
+        stats = stats.squeeze(3)  # (B, H, T)
+    else:  # one sequence of B·T tokens
+        T = qkv.size(1)  # no document is longer
+        documents = dict(cu_seqlens_q=offsets, cu_seqlens_k=offsets, max_seqlen_q=T, max_seqlen_k=T)
+        dy, qkv, y, dqkv = (x.flatten(0, 1) for x in (dy, qkv, y, dqkv))
+        stats = stats.flatten(0, 1).T.contiguous()  # (H, B·T)
+    # views of (..., H, D)
+    q, k, v, dq, dk, dv = (part.unflatten(-1, (n_head, -1)) for x in (qkv, dqkv) for part in x.chunk(3, dim=-1))
+    y, dy = (x.unflatten(-1, (n_head, -1)) for x in (y, dy))
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    _flash_attn_bwd(q, k, v, y, dy, stats, causal=True, deterministic=deterministic, dq=dq, dk=dk, dv=dv, **documents)
