@@ -67,7 +67,7 @@ class ToLoss:
     to_loss: bool = False
     """Train --max_steps with each recipe; compare tokens and time to a validation loss."""
     recipes: tuple[str, ...] = ()
-    """Rungs instead of those from GPT-3's recipe to fp8: the flags that each adds, as "lr=1e-3 fp8=on"."""
+    """Rungs of your own instead: the flags that each adds, as "lr=1e-3 fp8=on"; optimizer=muon brings Muon's recipe."""
     seeds: int = 3
     """Runs of each recipe, with --seed and the numbers after it."""
     target_loss: float | None = None
@@ -93,6 +93,8 @@ def main():
     config = parse(LadderConfig, default=default, hints=HINTS)
     if config.gpus is not None and not (is_sweep or config.plan):
         raise UserError(f"--gpus {config.gpus} is for --sweep and --plan: leave it out")
+    if not config.to_loss and (alone := [name for name in ("recipes", "seeds", "target_loss") if name in own]):
+        raise UserError(f"--{alone[0]} is for --to_loss: add it, or leave --{alone[0]} out")
     if config.plan and (is_sweep or config.to_loss):
         raise UserError("--plan estimates and measures nothing: leave out --sweep and --to_loss")
     if config.plan:
@@ -369,8 +371,7 @@ def sweep(config):
     if config.gpus is None:
         config.gpus = count_devices(config) if SEVERAL_GPUS & axes.keys() else 1
     folder = prepare(config.log_dir, config.run_name, "sweep")
-    results = []
-    grid = list(itertools.product(*axes.values()))
+    results, grid = [], list(itertools.product(*axes.values()))
     width = max(len(describe(dict(zip(axes, values)))) for values in grid)
     steps = SETTLING_STEPS + config.ladder_steps
     with tqdm(total=len(grid) * steps, unit="step", leave=False, disable=None) as bar:
@@ -389,8 +390,7 @@ def sweep(config):
     done = sorted((r for r in results if r["status"] == "done"), key=lambda r: r["tokens_per_sec"], reverse=True)
     if not done:
         raise UserError(f"none of the {len(grid)} combinations ran: {results[0]['reason']}")
-    for line in winners(done):
-        print(line)
+    print(*winners(done), sep="\n")
     print(f"{folder}/ has sweep.md, sweep.json, sweep.png and every run")
     report_failures(results)
 

@@ -70,6 +70,7 @@ def test_recipes_of_ones_own(train):
 
 def test_bad_recipes_end_in_one_line(train):
     expect_error(train("x", "--to_loss", fails=True, script="ladder.py"), "--max_steps 3: the first 5 steps")
+    expect_error(train("x", "--recipes", "fp8=on", fails=True, script="ladder.py"), "--recipes is for --to_loss")
     for own, complaint in (
         (("--optimizer", "muon"), "leave out --optimizer and --fp8, or use --recipes"),
         (("--batch_warmup_steps", 3, "--recipes", "fp8=on"), "leave out --batch_warmup_steps"),
@@ -82,6 +83,7 @@ def test_bad_recipes_end_in_one_line(train):
         (("",), "one value each"),
         (("lr=1e-3 lr=2e-3",), "one value each"),
         (("seed=1",), "seed is the same in all runs"),
+        (("tensor=2",), "tensor is the same in all runs"),
         (("fp8=perhaps",), "--fp8 perhaps: it must be on or off"),
         (("fp8=on", "fp8=on"), "a rung twice"),
     ):
