@@ -5,8 +5,10 @@ The functions take a Config and a Distributed, and return in words what is missi
 
 import torch
 
-from common.device import missing_compiler, missing_distribution, missing_package
+from common.device import failed_import, missing_compiler, missing_package
 from kernels import cublaslt, sdpa
+
+FLASH4 = "flash-attn-4==4.0.0b16 nvidia-cutlass-dsl==4.5.2 quack-kernels==0.5.0"  # betas: later releases may not fit
 
 
 def tf32_gpu(config, distributed):
@@ -120,7 +122,14 @@ def flash_attention_4(config, distributed):
         return "it needs --packed_qkv"
     if torch.cuda.get_device_capability(distributed.device)[0] != 9:
         return f"it is for Hopper, and this is {torch.cuda.get_device_name(distributed.device)}"
-    return missing_distribution("flash-attn-4")
+    # between multiples of 32 flash-attn-4's kernels disagree on the layout of a buffer, and dq is wrong
+    if (width := head_width(config)) % 32 or width > 128:
+        return f"it needs a head width of 32, 64, 96 or 128, and it is {width}"
+    return missing_flash4()
+
+
+def missing_flash4():
+    return failed_import("flash_attn.cute.interface", FLASH4)
 
 
 def hopper(config, distributed):

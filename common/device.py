@@ -1,6 +1,6 @@
 """The device: which one "auto" means, what torch.compile and packages need on it, deterministic kernels."""
 
-import importlib.metadata
+import importlib
 import importlib.util
 import os
 import shutil
@@ -8,6 +8,8 @@ import sysconfig
 from pathlib import Path
 
 import torch
+
+from common.cli import first_line
 
 
 def choose_device_type(choice):
@@ -36,12 +38,12 @@ def missing_package(module, package):
     return None if importlib.util.find_spec(module) else f"it needs a package: pip install {package}"
 
 
-def missing_distribution(package):
-    """As missing_package, for a package whose module another package may have, too."""
+def failed_import(module, packages):
+    """Why importing a module fails, or None: for packages whose releases have to fit each other."""
     try:
-        importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return f"it needs a package: pip install {package}"
+        importlib.import_module(module)
+    except Exception as error:
+        return f"{module} cannot be imported ({first_line(error)}): pip install {packages}"
 
 
 def be_deterministic():

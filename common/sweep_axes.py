@@ -35,7 +35,7 @@ def read_recipe(text, config_class):
     """ "optimizer=muon lr=1e-3" as {"optimizer": "muon", "lr": 0.001}. Raises UserError as read_axis does."""
     where, types = f"--recipes {text!r}", typing.get_type_hints(config_class)
     form = 'flags of train_gpt2.py with one value each, as "lr=1e-3 fp8=on"'
-    excluded = NOT_SWEPT | {"seed", "tensor", "context", "pipeline"}
+    excluded = NOT_SWEPT | {"seed", "tensor", "context", "pipeline", "stages_per_rank", "shard_ranks"}
     axes = [read_values(part, where, types, excluded, form) for part in text.split()]
     recipe = {name: values[0] for name, values in axes}
     if not recipe or len(recipe) < sum(len(values) for _, values in axes):

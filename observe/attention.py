@@ -18,8 +18,9 @@ import torch.nn.functional as F
 from torch.nn.attention import sdpa_kernel
 from tqdm import tqdm
 
+from availability import missing_flash4
 from common.cli import UserError, first_line, is_out_of_memory, parse, run
-from common.device import missing_distribution, missing_package
+from common.device import missing_package
 from kernels.sdpa import BACKENDS
 from model import GPTConfig, causal_attention
 from observe import figures, roofline
@@ -101,7 +102,7 @@ def candidates(device):
         return ["written out", "FlashAttention"] if device.type == "cpu" else ["written out"]
     names = ["written out", *SDPA]
     packed = missing_package("cudnn", "nvidia-cudnn-frontend") is None
-    flash4 = missing_distribution("flash-attn-4") is None
+    flash4 = missing_flash4() is None
     names += ["packed_qkv"] * packed + ["FlashAttention-4"] * flash4
     return names + ["flash4_backward"] * (packed and flash4)
 
@@ -130,8 +131,8 @@ def time_kernel(name, D, T, flags, device):
             return dict(status="skipped", reason=OUT_OF_MEMORY)
         refusals = ("No available kernel", "No viable backend", "unsupported")
         # UserError: cuDNN's front end has no kernel; FlashAttention-4's releases do not all fit PyTorch's call
-        refused = isinstance(error, UserError) or any(words in str(error) for words in refusals)
-        if refused or name in ("FlashAttention-4", "flash4_backward"):
+        refused = isinstance(error, UserError | ImportError) or any(words in str(error) for words in refusals)
+        if refused or name == "FlashAttention-4":
             return dict(status="skipped", reason=first_line(error))
         raise
     finally:
@@ -217,8 +218,8 @@ def markdown(results, flags, device):
     for measure in dict.fromkeys(measure for cell in texts.values() for measure in cell):
         table = []
         for D, T in rows:
-            cells = [texts.get((name, D, T), {}).get(measure) or reasons.get((name, D, T)) or "" for name in names]
-            table.append([str(D), f"{T:,}", *cells])
+            row = [texts.get((name, D, T), {}).get(measure) or reasons.get((name, D, T)) or "" for name in names]
+            table.append([str(D), f"{T:,}", *row])
         text += f"{measure}:\n\n{markdown_table(('D', 'T', *names), table)}\n\n"
     on_chip = device.type == "cuda" and torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor
     if on_chip:

@@ -234,7 +234,8 @@ def attention(results, path):
         ax.set_ylabel(measures[key], color=INK)
         ax.grid(axis="y", color=RULE, linewidth=0.6)
     for name, color in zip(names, PALETTE):
-        axes[-1].plot([], [], color=color, label=name)
+        if any(point["name"] == name for point in points):
+            axes[-1].plot([], [], color=color, label=name)
     for D, style in zip(widths, cycle(STYLES)):
         axes[-1].plot([], [], style, color=INK, label=f"D = {D}")
     axes[-1].legend(frameon=False, fontsize=8, labelcolor=INK)

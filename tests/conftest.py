@@ -22,6 +22,7 @@ import numpy as np
 import pytest
 import torch
 
+from availability import missing_flash4
 from data.shards import write_shard
 from data.tokenizer import END_OF_TEXT
 from parallel.process_group import Distributed
@@ -49,6 +50,13 @@ TINY = (
 
 ALONE = Distributed(0, 1, torch.device("cpu"))
 WORDS = "the man then woman sits down on a chair and starts to read his book while dog runs past it quickly".split()
+
+
+def skip_without_flash4():
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("needs a Hopper GPU")
+    if reason := missing_flash4():
+        pytest.skip(reason)
 
 
 def make_items(count):

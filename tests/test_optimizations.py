@@ -1,13 +1,13 @@
 """Every row of the table, on against off, wherever this machine has what the row needs."""
 
 import re
+import sys
 from dataclasses import fields, replace
 
 import pytest
 import torch
-from conftest import ROOT, logged
+from conftest import ROOT, logged, skip_without_flash4
 
-from common.device import missing_distribution
 from config import Config
 from kernels import sdpa
 from model import GPTConfig
@@ -87,8 +87,8 @@ def test_on_against_off(name):
         pytest.skip("needs an NVIDIA GPU")
     if name in ("fused_cross_entropy", "fp8", "fp8_head"):
         pytest.importorskip("triton")
-    if name == "flash4_backward" and (reason := missing_distribution("flash-attn-4")):
-        pytest.skip(reason)
+    if name == "flash4_backward":
+        skip_without_flash4()
     on = both | on
     if DEVICE.type == "cuda":
         wanted = replace(PLAIN, **on)
@@ -147,6 +147,7 @@ def test_the_readme_has_the_table():
         ("cpu", dict(attention_backend="cudnn"), dict(attention_backend="one kernel for attention")),
         ("cpu", dict(attention_backend="flash", flash=False), dict(attention_backend="it needs --flash")),
         ("cpu", dict(attention_backend="written_out"), dict(flash="--attention_backend written_out takes its place")),
+        ("cpu", dict(flash4_backward=True), dict(flash4_backward="it needs --packed_qkv")),
         ("cpu", dict(overlap_gradients=True), dict(overlap_gradients="several ranks")),
         ("cpu", dict(bf16_gradients=True), dict(bf16_gradients="it needs NCCL")),
         (
@@ -162,6 +163,30 @@ def test_what_a_device_does_not_have_is_off_and_noted(device, flags, reasons):
     for flag, reason in reasons.items():
         assert reason in said[flag].reason and getattr(config, flag) == said[flag].value
         assert str(said[flag]).startswith(f"{flag} is ")
+
+
+@pytest.mark.parametrize(
+    "name, capability, backend, sizes, reason",
+    [
+        ("B200", (10, 0), "auto", {}, "it is for Hopper, and this is B200"),
+        ("A100", (8, 0), "cudnn", {}, "it is for Hopper, and this is A100"),
+        ("A100", (8, 0), "auto", {}, "it needs --packed_qkv"),
+        ("H200", (9, 0), "auto", dict(n_embd=1280, n_head=16), "a head width of 32, 64, 96 or 128, and it is 80"),
+        ("H200", (9, 0), "auto", {}, "pip install flash-attn-4=="),
+        ("H200", (9, 0), "auto", dict(installed=True), None),
+    ],
+)
+def test_where_flash_attention_4_is_available(monkeypatch, name, capability, backend, sizes, reason):
+    pytest.importorskip("cudnn")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    installed = sys if sizes.pop("installed", False) else None  # None: its import fails
+    monkeypatch.setitem(sys.modules, "flash_attn.cute.interface", installed)
+    wanted = Config(flash4_backward=True, attention_backend=backend, **sizes)
+    monkeypatch.setattr(sdpa, "missing", lambda *_: None)
+    config, notes = turn_off_unavailable(wanted, Distributed(0, 1, torch.device("cuda")))
+    assert config.flash4_backward == (reason is None)
+    assert reason is None or reason in next(note.reason for note in notes if note.flag == "flash4_backward")
 
 
 @pytest.mark.parametrize(

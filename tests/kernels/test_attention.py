@@ -5,7 +5,6 @@ import torch
 from test_model import SIZES, batch
 
 from common.cli import UserError
-from common.device import missing_distribution
 from model import GPT, GPTConfig
 
 cudnn = pytest.importorskip("cudnn", reason="needs nvidia-cudnn-frontend")
@@ -35,15 +34,12 @@ def test_model_is_the_same():
 
 @needs_gpu
 @pytest.mark.parametrize("dtype, tolerance", [(torch.bfloat16, 1e-2), (torch.float16, 2e-3)])
-@pytest.mark.parametrize("flash4", [False, True], ids=["cuDNN", "FlashAttention-4"])
 @pytest.mark.parametrize("B, T, heads, width", [(2, 1024, 12, 64), (3, 37, 2, 64), (1, 200, 5, 32), (2, 129, 3, 128)])
-def test_against_float64(B, T, heads, width, dtype, tolerance, flash4):
-    if flash4 and (reason := missing_distribution("flash-attn-4")):
-        pytest.skip(reason)
+def test_against_float64(B, T, heads, width, dtype, tolerance):
     leaf = torch.randn(B, T, 3 * heads * width, device="cuda").to(dtype).requires_grad_()
     exact = leaf.detach().double().requires_grad_()
     dy = torch.randn(B, T, heads * width, device="cuda").to(dtype)
-    y, _ = attention.packed_qkv(leaf, heads, flash4_backward=flash4)
+    y, _ = attention.packed_qkv(leaf, heads)
     y.backward(dy)
     q, k, v = (part.unflatten(2, (heads, width)).transpose(1, 2) for part in exact.chunk(3, dim=2))
     future = torch.ones(T, T, device="cuda", dtype=torch.bool).triu(1)

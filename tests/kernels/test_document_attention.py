@@ -1,13 +1,10 @@
 """Attention within documents: each document of a row computes what it computes alone."""
 
-from functools import partial
-
 import pytest
 import torch
 import torch.nn.functional as F
 from test_model import SIZES, batch, loss_and_gradients, tiny
 
-from common.device import missing_distribution
 from kernels.documents import document_attention, find_documents, find_offsets, slots
 from model import GPT, GPTConfig, causal_attention
 from optimizations import saved_operators
@@ -121,17 +118,13 @@ def test_slots():
 
 
 def attention_on_gpu(kernel):
-    if kernel != "FlashAttention":
+    if kernel == "cuDNN":
         pytest.importorskip("cudnn", reason="needs nvidia-cudnn-frontend")
         if torch.cuda.get_device_capability() < (9, 0):
             pytest.skip("cuDNN has ragged sequences on Hopper and newer")
         from kernels.attention import packed_qkv
 
-        if kernel == "cuDNN":
-            return packed_qkv
-        if reason := missing_distribution("flash-attn-4"):
-            pytest.skip(reason)
-        return partial(packed_qkv, flash4_backward=True)
+        return packed_qkv
     return document_attention
 
 
@@ -142,7 +135,7 @@ def random_documents(B, T):
 
 
 @needs_gpu
-@pytest.mark.parametrize("kernel", ["FlashAttention", "cuDNN", "FlashAttention-4"])
+@pytest.mark.parametrize("kernel", ["FlashAttention", "cuDNN"])
 @pytest.mark.parametrize("dtype, tolerance", [(torch.bfloat16, 1e-2), (torch.float16, 2e-3)])
 @pytest.mark.parametrize("B, T, heads, width", [(2, 1024, 12, 64), (3, 37, 2, 64), (1, 200, 5, 32), (2, 129, 3, 128)])
 def test_kernels_against_float64(kernel, B, T, heads, width, dtype, tolerance):
@@ -182,14 +175,13 @@ def test_registration_of_the_kernels(kernel):
 
 
 @needs_gpu
-@pytest.mark.parametrize("kernel", ["FlashAttention", "cuDNN", "FlashAttention-4"])
+@pytest.mark.parametrize("kernel", ["FlashAttention", "cuDNN"])
 @pytest.mark.parametrize("compiled", [False, True])
 def test_model_on_gpu(kernel, compiled):
     attention_on_gpu(kernel)
     sizes = SIZES | dict(n_embd=128, n_head=2)
     losses, gradients = [], []
-    switches = dict(packed_qkv=kernel != "FlashAttention", flash4_backward=kernel == "FlashAttention-4")
-    for options in (dict(flash=False), switches):
+    for options in (dict(flash=False), dict(packed_qkv=kernel == "cuDNN")):
         torch.manual_seed(1)
         model = GPT(GPTConfig(**sizes, mask_documents=True, **options)).cuda()
         forward = torch.compile(model, dynamic=False, fullgraph=True) if compiled else model
