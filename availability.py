@@ -122,8 +122,7 @@ def flash_attention_4(config, distributed):
         return "it needs --packed_qkv"
     if torch.cuda.get_device_capability(distributed.device)[0] != 9:
         return f"it is for Hopper, and this is {torch.cuda.get_device_name(distributed.device)}"
-    # between multiples of 32 flash-attn-4's kernels disagree on the layout of a buffer, and dq is wrong
-    if (width := head_width(config)) % 32 or width > 128:
+    if (width := head_width(config)) not in (32, 64, 96, 128):  # kernels/flash4.py says why
         return f"it needs a head width of 32, 64, 96 or 128, and it is {width}"
     return missing_flash4()
 

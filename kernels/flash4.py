@@ -9,13 +9,20 @@ https://github.com/Dao-AILab/flash-attention/tree/main/flash_attn/cute
 import torch
 from flash_attn.cute.interface import _flash_attn_bwd
 
+from common.cli import UserError
+
+# Between these the kernels disagree on the layout of a buffer, and the gradient of q is wrong
+WIDTHS = (32, 64, 96, 128)
+
 
 def backward(dy, qkv, y, stats, n_head, dqkv, offsets=None):
     """Write the gradient of qkv (B, T, 3C) to dqkv, for dy and y (B, T, C), all contiguous, bf16 or fp16.
 
     stats: the log-sum-exp of each softmax, float32: (B, H, T, 1), or (B, T, H) with documents. offsets (N + 1,) int32:
-    the first token of each document in the B·T tokens, then B·T.
+    the first token of each document in the B·T tokens, then B·T. Raises UserError for other head widths than WIDTHS.
     """
+    if (width := y.size(2) // n_head) not in WIDTHS:
+        raise UserError(f"FlashAttention-4 has a backward for heads of width {WIDTHS}, not {width}")
     documents = {}
     if offsets is None:
         stats = stats.squeeze(3)  # (B, H, T)

@@ -2,6 +2,7 @@
 
     python -m observe.attention                                         # T from 512 to 32,768, heads 64 and 128 wide
     python -m observe.attention --lengths 1024 4096 --widths 64 --tokens 16384
+    python -m observe.attention --documents 1000                        # within documents, as --mask_documents
 
 Tokens and width C are the same in every measurement, so attention's FLOPs grow with T and the other layers' do not. As
 in the model, q, k and v are views of one (B, T, 3C) tensor, and their gradients become one tensor, so a kernel that
@@ -21,6 +22,7 @@ from tqdm import tqdm
 from availability import missing_flash4
 from common.cli import UserError, first_line, is_out_of_memory, parse, run
 from common.device import missing_package
+from kernels.documents import NO_BOUNDARIES, document_attention, find_documents
 from kernels.sdpa import BACKENDS
 from model import GPTConfig, causal_attention
 from observe import figures, roofline
@@ -51,6 +53,8 @@ class Flags(TimingFlags):
     """Widths D of a head, divisors of --n_embd."""
     n_embd: int = 768
     """Embedding width C; the number of heads is C / D."""
+    documents: int = 0
+    """Mean length of random documents; a token attends within its own, as with --mask_documents. 0: whole rows."""
     peak_tflops: float | None = None
     """The device's dense bf16 peak, for the roof; known for common GPUs."""
 
@@ -65,7 +69,7 @@ def main():
     folder = prepare(flags.log_dir, flags.run_name, "attention", goes_on=False)
     print(f"results: {folder}/")
     peaks = roofline.gpu_peaks(device, 1e12 * (flags.peak_tflops or peak_tflops(device) or 0))
-    grid = [(name, D, T) for D in flags.widths for T in flags.lengths for name in candidates(device)]
+    grid = [(name, D, T) for D in flags.widths for T in flags.lengths for name in candidates(device, flags)]
     facts = environment(device)
     results = []
     print(align(COLUMNS, COLUMN_WIDTHS))
@@ -87,6 +91,8 @@ def check(flags):
         raise UserError(f"there is no length up to {flags.tokens} tokens, or no width: use --lengths, --widths")
     if min(flags.tokens, flags.n_embd, flags.repeats, *flags.lengths, *flags.widths) < 1:
         raise UserError("--tokens, --lengths, --widths, --n_embd and --repeats must be at least 1")
+    if flags.documents < 0:
+        raise UserError(f"--documents {flags.documents}: it must be at least 1, or 0 for whole rows")
     for name, whole, parts in (("tokens", flags.tokens, flags.lengths), ("n_embd", flags.n_embd, flags.widths)):
         if wrong := [part for part in parts if whole % part]:
             raise UserError(f"--{name} {whole} is not a multiple of {wrong[0]}: use one that is")
@@ -96,26 +102,30 @@ def check(flags):
 # The kernels
 
 
-def candidates(device):
+def candidates(device, flags):
     """Names of the kernels to try; a kernel that does not take a size says so when it is measured."""
     if device.type != "cuda":
         return ["written out", "FlashAttention"] if device.type == "cpu" else ["written out"]
-    names = ["written out", *SDPA]
+    names = ["written out", "FlashAttention"] if flags.documents else ["written out", *SDPA]
     packed = missing_package("cudnn", "nvidia-cudnn-frontend") is None
     flash4 = missing_flash4() is None
     names += ["packed_qkv"] * packed + ["FlashAttention-4"] * flash4
     return names + ["flash4_backward"] * (packed and flash4)
 
 
-def attend(name, qkv, H):
-    """Causal attention, (B, T, C) or (B, H, T, D), by one kernel. qkv (B, T, 3C)."""
+def attend(name, qkv, H, documents):
+    """Causal attention within Documents, (B, T, C) or (B, H, T, D), by one kernel. qkv (B, T, 3C)."""
     if name in ("packed_qkv", "flash4_backward"):
         from kernels.attention import packed_qkv  # needs nvidia-cudnn-frontend
 
-        return packed_qkv(qkv, H, flash4_backward=name == "flash4_backward")[0]
+        return packed_qkv(qkv, H, documents.offsets, documents.count, name == "flash4_backward")[0]
+    if documents.offsets is not None:
+        return document_attention(qkv, H, documents.offsets, documents.count)[0]
     q, k, v = (part.unflatten(2, (H, -1)).transpose(1, 2) for part in qkv.chunk(3, dim=2))  # (B, H, T, D)
     if name == "written out":
-        return causal_attention(q, k, v)
+        return causal_attention(q, k, v, documents.hidden)
+    if documents.hidden is not None:
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=~documents.hidden)
     with sdpa_kernel(BACKENDS[SDPA[name.removesuffix("-4")]]):
         return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
@@ -143,15 +153,22 @@ def time_kernel(name, D, T, flags, device):
 
 
 def measure(name, D, T, flags, device):
+    """{forward_ms, backward_ms, peak_gb, share}: share is that of the causal half of the scores within documents."""
     B, C = flags.tokens // T, flags.n_embd
+    documents, share = NO_BOUNDARIES, 1.0
+    if flags.documents:
+        starts = torch.rand(B, T, generator=torch.Generator().manual_seed(T)) < 1 / flags.documents
+        _, offsets, _ = find_documents(starts, True, with_offsets=True)
+        share = (offsets.diff().double() ** 2).sum().item() / (flags.tokens * T)
+        documents = find_documents(starts.to(device), True, device.type == "cuda" and name != "written out")
     dtype = dtype_of_activations(device)
     qkv = torch.randn(B, T, 3 * C, device=device, dtype=dtype, requires_grad=True)
 
     def forward():
         with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
-            return attend(name, qkv, C // D)
+            return attend(name, qkv, C // D, documents)
 
-    return forward_and_backward(device, forward, [qkv], flags.repeats)
+    return forward_and_backward(device, forward, [qkv], flags.repeats) | dict(share=share)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -168,6 +185,7 @@ def rate(result, flags, peaks):
         return {}
     config = GPTConfig(n_layer=1, n_head=flags.n_embd // result["D"], n_embd=flags.n_embd)
     flops, least_bytes = roofline.work(config, result["T"], flags.tokens)["attention"]
+    flops *= result["share"]
     per_second = flops / (1e-3 * (result["forward_ms"] + result["backward_ms"]))
     roof = peaks and min(peaks[0], peaks[1] * flops / least_bytes)
     return dict(tflops=per_second / 1e12, of_roof=per_second / roof if roof else None)
@@ -213,7 +231,8 @@ def markdown(results, flags, device):
     rows = list(dict.fromkeys((result["D"], result["T"]) for result in results))
     texts = {(result["name"], result["D"], result["T"]): measures(result) for result in results}
     reasons = {(result["name"], result["D"], result["T"]): result.get("reason") for result in results}
-    text = f"{flags.tokens:,} tokens, C = {flags.n_embd}. FLOPs are those of the causal half: 7·T·C a token. "
+    text = f"{flags.tokens:,} tokens, C = {flags.n_embd}. FLOPs are those of the causal half: 7·T·C a token"
+    text += f", within documents of {flags.documents:,} tokens in the mean. " if flags.documents else ". "
     text += "A GB is 2^30 bytes.\n\n"
     for measure in dict.fromkeys(measure for cell in texts.values() for measure in cell):
         table = []
@@ -222,7 +241,7 @@ def markdown(results, flags, device):
             table.append([str(D), f"{T:,}", *row])
         text += f"{measure}:\n\n{markdown_table(('D', 'T', *names), table)}\n\n"
     on_chip = device.type == "cuda" and torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor
-    if on_chip:
+    if on_chip and not flags.documents:
         table = []
         for D, T in rows:
             standard, flash = (n / 2**30 for n in predicted_bytes(T, D, flags.tokens, flags.n_embd, on_chip))

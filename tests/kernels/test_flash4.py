@@ -9,6 +9,7 @@ from conftest import skip_without_flash4
 from test_document_attention import END, compare, random_documents, tokens_of
 from test_model import SIZES
 
+from common.cli import UserError
 from kernels.documents import find_documents, slots
 from model import GPT, GPTConfig, causal_attention
 
@@ -41,6 +42,7 @@ def test_what_the_kernel_gets(monkeypatch, masked):
     monkeypatch.delitem(sys.modules, "kernels.flash4", raising=False)
     from kernels import flash4
 
+    monkeypatch.setattr(flash4, "WIDTHS", (4,))
     H, D = 2, 4
     idx, _ = tokens_of(ROWS)
     B, T = idx.shape
@@ -62,6 +64,8 @@ def test_what_the_kernel_gets(monkeypatch, masked):
     with torch.no_grad():
         flash4.backward(dy, qkv, y, stats, H, found, bounds)
     torch.testing.assert_close(found, qkv.grad)
+    with pytest.raises(UserError, match=r"heads of width \(4,\), not 8"):
+        flash4.backward(dy, qkv, y, stats, 1, found, bounds)
 
 
 @pytest.mark.parametrize("dtype, tolerance", [(torch.bfloat16, 1e-2), (torch.float16, 2e-3)])

@@ -7,6 +7,7 @@ import torch
 from conftest import expect_error
 from test_figures import FACTS, draw
 
+from kernels.documents import NO_BOUNDARIES, find_documents
 from observe import attention, figures
 
 SMALL = "--device cpu --tokens 64 --lengths 16 32 --widths 8 --n_embd 16 --repeats 1 --run_name side_by_side".split()
@@ -32,9 +33,27 @@ def test_it_measures_every_kernel_of_the_device(command, tmp_path):
     expect_error(command("observe/attention.py", *SMALL), "side_by_side exists")
 
 
+def test_within_documents():
+    """All kernels get the same documents, and compute what --mask_documents computes."""
+    flags, cpu = attention.Flags(tokens=64, n_embd=16, repeats=1, documents=8), torch.device("cpu")
+    results = [attention.measure(name, 8, 32, flags, cpu) for name in attention.candidates(cpu, flags)]
+    assert results[0]["share"] == results[1]["share"] < 0.9
+    starts = torch.rand(2, 32) < 0.2
+    documents = find_documents(starts, True, with_offsets=False)
+    qkv = torch.randn(2, 32, 48)
+    written_out, fused = (attention.attend(name, qkv, 2, documents) for name in attention.candidates(cpu, flags))
+    torch.testing.assert_close(written_out, fused)
+    assert not torch.allclose(written_out, attention.attend("written out", qkv, 2, NO_BOUNDARIES))
+
+
 @pytest.mark.parametrize(
     "flags, complaint",
-    [("--lengths 48", "--tokens 64 is not a multiple of 48"), ("--widths 0", "at least 1"), ("--widths 7", "--n_embd")],
+    [
+        ("--lengths 48", "--tokens 64 is not a multiple of 48"),
+        ("--widths 0", "at least 1"),
+        ("--widths 7", "--n_embd"),
+        ("--documents -1", "0 for whole"),
+    ],
 )
 def test_what_it_does_not_measure(command, flags, complaint):
     expect_error(command("observe/attention.py", *SMALL, *flags.split()), complaint)
