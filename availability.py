@@ -43,7 +43,7 @@ def attention_backend(config, distributed):
 
 
 def head_width(config):
-    """The width of an attention head. The ladder asks before the model's sizes are known: 64, as in all sizes."""
+    """The width of an attention head. The ladder asks before the model's sizes are known: 64, as in all but tiny."""
     return config.n_embd // config.n_head if config.n_embd and config.n_head else 64
 
 

@@ -50,7 +50,7 @@ class Basics:
     run_name: str | None = None
     """Folder of the run in log_dir, and its name on wandb; by default the model, date and time."""
     resume: str = "auto"
-    """auto: from the newest checkpoint of --run_name, if any; never; or PATH of a checkpoint or run, and its flags."""
+    """auto: the newest checkpoint of --run_name, if any; never: none; PATH: a checkpoint or a run, with its flags."""
     config: str | None = None
     """Take defaults from this YAML file, {flag: value}. Every run writes its flags to RUN/flags.yaml."""
     wandb: Literal["auto", "online", "offline", "disabled"] = "auto"
@@ -200,7 +200,7 @@ class Checkpoints:
     checkpoint_every: int = 1000
     """Steps between checkpoints; 0 is off."""
     keep_checkpoints: int = 3
-    """Newest checkpoints to keep, besides the best and the newest whose next step was finite."""
+    """Newest checkpoints to keep; the best one and the newest one that a finite step follows are kept as well."""
     allow_other_data: bool = False
     """Resume on other data than the checkpoint's, at the same token position."""
     max_bad_steps: int = 10
@@ -237,7 +237,7 @@ class Measuring:
         ),
     ] = "all"
     ladder_steps: int = 20
-    """Steps measured on each rung or cell of a sweep, after a few that warm up: no evaluations, no checkpoints."""
+    """Steps measured on each rung or sweep cell, after a few warm-up steps; evaluations and checkpoints are off."""
     profile: int = 0
     """Trace this many steps with PyTorch's profiler and print where their time went; 0 is off."""
     memory_snapshot: int = 0

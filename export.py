@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Annotated
 
 import tyro
+from safetensors import SafetensorError
 
 from checkpoints.load import load_model
-from common.cli import UserError, parse, run
+from common.cli import UserError, first_line, out_of_memory, parse, run
 from data.tokenizer import save_tokenizer
 
 
@@ -36,7 +37,8 @@ def main():
     out = Path(flags.out)
     if out.exists():
         raise UserError(f"{out} already exists: choose another name, or delete it")
-    model = load_model(flags.model)
+    with out_of_memory("use a machine with more memory"):
+        model = load_model(flags.model)
     unfinished = out.with_name(out.name + ".unfinished")  # renamed when complete
     try:
         shutil.rmtree(unfinished, ignore_errors=True)
@@ -44,8 +46,8 @@ def main():
         model.save_pretrained(unfinished)
         save_tokenizer(unfinished)
         unfinished.rename(out)
-    except OSError as error:
-        raise UserError(f"cannot write {out}: {error.strerror or error}") from error
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"cannot write {out}: {getattr(error, 'strerror', None) or first_line(error)}") from error
     print(f"{out}: {model.num_params():,} parameters")
     print(f'Next: transformers.AutoModelForCausalLM.from_pretrained("{out}")')
 

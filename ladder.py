@@ -59,28 +59,12 @@ class Sweep:
 
 
 @dataclass
-class ToLoss:
-    """The ladder of training recipes."""
-
-    TITLE = "time to a loss"
-
-    to_loss: bool = False
-    """Train --max_steps with each recipe; compare tokens and time to a validation loss."""
-    recipes: tuple[str, ...] = ()
-    """Rungs of your own instead: the flags that each adds, as "lr=1e-3 fp8=on"; optimizer=muon brings Muon's recipe."""
-    seeds: int = 3
-    """Runs of each recipe, with --seed and the numbers after it."""
-    target_loss: float | None = None
-    """Loss to compare the recipes at; by default the loss that the first recipe ends with."""
-
-
-@dataclass
-class LadderConfig(Sweep, ToLoss, layouts.Plan, Config):
+class LadderConfig(Sweep, time_to_loss.ToLoss, layouts.Plan, Config):
     """Measure a grid of flags (--sweep), training recipes (--to_loss), or else the ladder, as train_gpt2.py --ladder.
     With --plan, estimate how to use several GPUs. Takes every flag of train_gpt2.py.
     """
 
-    GROUPS = (Sweep, ToLoss, layouts.Plan, *GROUPS)
+    GROUPS = (Sweep, time_to_loss.ToLoss, layouts.Plan, *GROUPS)
 
 
 def main():
@@ -93,10 +77,15 @@ def main():
     config = parse(LadderConfig, default=default, hints=HINTS)
     if config.gpus is not None and not (is_sweep or config.plan):
         raise UserError(f"--gpus {config.gpus} is for --sweep and --plan: leave it out")
-    if not config.to_loss and (alone := [name for name in ("recipes", "seeds", "target_loss") if name in own]):
-        raise UserError(f"--{alone[0]} is for --to_loss: add it, or leave --{alone[0]} out")
-    if config.plan and (is_sweep or config.to_loss):
-        raise UserError("--plan estimates and measures nothing: leave out --sweep and --to_loss")
+    modes = dict(plan=config.plan, sweep=is_sweep, to_loss=config.to_loss)
+    if sum(modes.values()) > 1:
+        raise UserError("--plan, --sweep and --to_loss exclude each other: use one of them")
+    for mode, group in (("to_loss", time_to_loss.ToLoss), ("plan", layouts.Plan)):
+        alone = [field.name for field in dataclasses.fields(group) if field.name in own.keys() - {mode}]
+        if alone and not modes[mode]:
+            raise UserError(f"--{alone[0]} is for --{mode}: add --{mode}, or leave --{alone[0]} out")
+    if "rungs" in own and any(modes.values()):
+        raise UserError("--rungs is for the ladder of optimizations: leave it out")
     if config.plan:
         layouts.plan(config, own)
     elif is_sweep:
@@ -222,7 +211,7 @@ def choose_rungs(text, devices, config):
         if names.count(name) > 1:
             raise UserError(f"--rungs names {name} twice")
     if "micro_batch" in names and "accumulation" not in names[: names.index("micro_batch")]:
-        raise UserError("--rungs: micro_batch needs accumulation before it, until then a batch is one micro-batch")
+        raise UserError("--rungs: micro_batch needs accumulation before it; until then a batch is one micro-batch")
     if "ddp" in names and "accumulation" not in names:
         raise UserError("--rungs: ddp needs accumulation before it, since the GPUs divide one batch")
     if "ddp" in names:
@@ -254,7 +243,8 @@ def fit_rung(config, on, names, first, distributed, before):
     for name in names if before and names[0] != "ddp" else ():
         flags = RUNGS[name].off
         if all(getattr(rung, flag) == getattr(before, flag) for flag in flags):
-            idle[name] = "; ".join(str(note) for note in notes if note.flag in flags) or "off on the command line"
+            same = "off on the command line" if RUNGS[name].is_switch else "its value is that of the rung before"
+            idle[name] = "; ".join(str(note) for note in notes if note.flag in flags) or same
     if names == ("ddp", 1):
         alone = "one GPU here" if distributed.device.type == "cuda" else "no GPUs here: torchrun starts more processes"
         idle = {"ddp": alone}
@@ -299,7 +289,7 @@ def climb_to_loss(config):
         raise UserError(f"--max_steps {config.max_steps}: the first {SETTLING_STEPS} steps only warm up; use more")
     recipes = choose_recipes(config.recipes, Config)
     if config.batch_warmup_steps:
-        raise UserError("--to_loss turns the batch warm-up on in a rung of its own: leave out --batch_warmup_steps")
+        raise UserError("--to_loss has the batch warm-up in its own rungs: leave out --batch_warmup_steps")
     if not config.recipes and (config.optimizer != Config.optimizer or config.fp8):
         raise UserError("--to_loss turns Muon and fp8 on itself: leave out --optimizer and --fp8, or use --recipes")
     check(config)

@@ -22,7 +22,7 @@ from kernels.mlp import fused_mlp
 # Linear weights that OpenAI's code, and so Hugging Face, stores as (in, out); nn.Linear stores (out, in)
 TRANSPOSED = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
 
-# Options of Hugging Face's config.json, by default as here, with the values that this model implements
+# Options of Hugging Face's config.json with the only values that this model implements, which are also their defaults
 OPTIONS = dict(
     model_type="gpt2",
     activation_function="gelu_new",

@@ -28,7 +28,7 @@ class Optimization:
     help: str  # one line for --help and the README
     needs: Callable = lambda config, distributed: None
     in_model: bool = False  # GPTConfig has a field of this name
-    changes: Literal["nothing", "rounding", "recipe"] = "nothing"  # "nothing": results agree up to rounding
+    changes: Literal["nothing", "rounding", "recipe"] = "nothing"  # "nothing": only the order of sums
     saves: tuple = ()  # operators whose outputs selective activation checkpointing keeps
     default: bool = True
 

@@ -197,7 +197,7 @@ def read_prompt(path):
         with open(path, encoding="utf-8") as file:
             return file.read()
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"--prompt_file {path}: {error}") from error
+        raise UserError(f"--prompt_file {path}: {getattr(error, 'strerror', None) or error}") from error
 
 
 def main():
@@ -208,6 +208,8 @@ def main():
             "--count and --max_new_tokens must be at least 1, --temperature and --top_k at least 0, --top_p above 0 "
             "and at most 1"
         )
+    if not 0 <= flags.seed < 2**63:
+        raise UserError(f"--seed {flags.seed}: it must be at least 0 and below 2^63")
     if flags.stream and count > 1:
         raise UserError(f"--stream prints one text, --count is {count}: leave one of them out")
     prompt = flags.prompt if flags.prompt_file is None else read_prompt(flags.prompt_file)

@@ -3,7 +3,7 @@
     python train_gpt2.py --demo                                       # a few minutes, on anything
     python train_gpt2.py                                              # one GPU
     python train_gpt2.py --ladder                                     # what each optimization buys here
-    torchrun --standalone --nproc_per_node=8 train_gpt2.py            # eight
+    torchrun --standalone --nproc_per_node=8 train_gpt2.py            # eight GPUs
 
 Every optimization is a flag: see --help. The plan is printed before the first step; then one line a step.
 """
@@ -84,7 +84,7 @@ def build(config, distributed, weights=None, sizes=None):
     # autocast: GEMMs and attention in 16 bits, at twice TF32's rate and half its bytes; master weights stay float32
     half = torch.float16 if config.autocast == "fp16" else torch.bfloat16
     autocast = torch.autocast(distributed.device.type, half, enabled=config.autocast != "off")
-    # fp16's smallest number is 6e-8: the loss is scaled up so that gradients stay above it
+    # fp16's smallest positive number is 6e-8: the loss is scaled up so that gradients stay above it
     scaler = torch.amp.GradScaler(distributed.device.type, enabled=config.autocast == "fp16")
     sdpa.use_backend(config.attention_backend)  # flash: the kernel of F.scaled_dot_product_attention
 

@@ -32,7 +32,7 @@ class Checkpointer:
         self.log = log
         self.folder = Path(self.config.log_dir) / self.config.run_name
         self.group = dist.new_group(backend="gloo") if fsdp.is_sharded(self.config) else None
-        self.saved = step  # the step of the newest checkpoint; before the first update there is nothing to save
+        self.saved = step  # the step of the last snapshot, written or not; at first the step where the run starts
         self.reached = step  # the newest step that a finite loss and gradient led to
         self.pending = False  # a checkpoint is due, and waits for a finite step
         self._thread = ThreadPoolExecutor(1)
@@ -86,8 +86,8 @@ class Checkpointer:
     def finish(self, step, bad_steps):
         """Wait until everything is on disk, on all ranks. bad_steps: how many steps in a row were not finite.
 
-        Raises UserError on rank 0 if there are max_bad_steps of them, if `step` is not saved, or if its validation loss
-        is not finite.
+        Raises UserError on rank 0 if there are max_bad_steps of them or, unless checkpoint_every is 0, if `step` is not
+        saved or its validation loss is not finite.
         """
         self.wait()
         if self.log:
@@ -161,7 +161,7 @@ class Checkpointer:
 
     def _prune(self):
         """Remove all checkpoints but the newest keep_checkpoints, the newest whose next step was finite, and the one
-        with the lowest validation loss. Those whose validation loss is not finite go first."""
+        with the lowest validation loss. One whose validation loss is not finite is always removed."""
         sound, best = self._sound_and_best()
         followed = [path for path in sound if step_of(path) < self.reached][:1]
         for path in checkpoints_of(self.folder):
@@ -169,7 +169,7 @@ class Checkpointer:
                 self._remove(path)
 
     def _make_room(self):
-        """Remove the oldest checkpoint, the best one only if needed and the newest never; returns whether it worked."""
+        """Remove one checkpoint: one that is not sound, else the oldest, else the best. Returns whether that worked."""
         sound, best = self._sound_and_best()
         worth = lambda path: (path in sound[:1], path in best, path in sound, step_of(path))  # noqa: E731
         found = sorted(checkpoints_of(self.folder), key=worth)

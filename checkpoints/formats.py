@@ -38,7 +38,8 @@ def load(path):
             state = {name.removeprefix(wrapper): weight.detach() for name, weight in state.items()}
         C, T = state["transformer.wte.weight"].size(1), state["transformer.wpe.weight"].size(0)
         layers = 1 + max(int(name.split(".")[2]) for name in state if name.startswith("transformer.h."))
-        sizes = dict(seq_len=T, vocab_size=VOCAB_SIZE, n_layer=layers, n_head=int(config["n_head"]), n_embd=C)
+        V = min(len(state["transformer.wte.weight"]), VOCAB_SIZE)  # more rows are padding
+        sizes = dict(seq_len=T, vocab_size=V, n_layer=layers, n_head=int(config["n_head"]), n_embd=C)
         if sizes["n_head"] < 1:
             raise KeyError("n_head")
     except pickle.UnpicklingError as error:

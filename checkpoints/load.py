@@ -7,14 +7,13 @@ import contextlib
 import dataclasses
 from pathlib import Path
 
-import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from checkpoints import formats, pieces
 from checkpoints.run_folder import checkpoints_of, facts_of
 from checkpoints.save import STATE, TRAINING, WEIGHTS
-from common.cli import UserError, first_line
+from common.cli import UserError, first_line, is_out_of_memory
 from common.files import digest, json_digest, read_json
 from common.hub import find_file, hub_errors
 from common.progress import progress
@@ -72,7 +71,7 @@ def read_training(folder):
 
 
 def unchanged_training(folder):
-    """The content of training.json without its own hash, which it has unless an older version wrote it.
+    """The content of training.json without the hash of that content, which older versions did not write.
 
     Raises OSError if it cannot be read, ValueError if it is not what was written.
     """
@@ -144,7 +143,7 @@ def locate(name):
 def verify_weights(name):
     """Raises UserError if a checkpoint's weights do not have the SHA-256 they were written with.
 
-    Weights without training.json are not verified. If it cannot be read, a message says so.
+    Without training.json the weights are not verified. If training.json cannot be read, this prints a message.
     """
     try:
         hashes = unchanged_training(name)["sha256"]
@@ -207,7 +206,7 @@ def explained(name, expected=MODELS):
     """Turns errors of reading a model or a checkpoint into a UserError, which asks for what is expected."""
     try:
         yield
-    except torch.OutOfMemoryError:
-        raise  # not the file's fault
     except (*hub_errors(), LookupError, TypeError, AttributeError, RuntimeError, SafetensorError) as error:
+        if is_out_of_memory(error):
+            raise  # not the file's fault
         raise UserError(f"cannot load {name} ({type(error).__name__}: {first_line(error)}); give {expected}") from error

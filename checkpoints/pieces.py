@@ -127,8 +127,7 @@ def saved_names(folder, files):
 def load(folder, files, targets, optional=()):
     """Copy tensors from a checkpoint's files into targets, {name: tensor or DTensor} on any device.
 
-    Each rank reads its part.
-
+    Each rank reads the parts that its shards of the targets need.
     A tensor of the embedding table may have more or fewer padding rows than the saved one (pad_vocab).
     Returns the tensors of the names in `optional` that the checkpoint has, as new CPU tensors.
     Raises UserError if a tensor is missing or has another shape.

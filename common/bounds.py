@@ -1,5 +1,7 @@
 """The ranges of train_gpt2.py's flags that are numbers."""
 
+import math
+
 from common.cli import UserError
 
 
@@ -12,14 +14,15 @@ def check_bounds(config):
     for bound, names in ((1, positive), (0, zero_or_more)):
         for name in names.split():
             value = getattr(config, name)
-            if value is not None and not value >= bound:
-                raise UserError(f"--{name} {value}: it must be at least {bound}")
+            if value is not None and not bound <= value < math.inf:
+                raise UserError(f"--{name} {value}: it must be at least {bound}, and finite")
     if config.peak_tflops is not None and not config.peak_tflops > 0:
         raise UserError(f"--peak_tflops {config.peak_tflops}: it must be above 0")
     if config.seed >= 2**63:
         raise UserError(f"--seed {config.seed}: it must be below 2^63")
-    if not 0 <= config.cooldown_ratio <= 1:
-        raise UserError(f"--cooldown_ratio {config.cooldown_ratio}: it must be from 0 to 1")
+    for name in ("cooldown_ratio", "min_lr_ratio"):
+        if not 0 <= getattr(config, name) <= 1:
+            raise UserError(f"--{name} {getattr(config, name)}: it must be from 0 to 1")
     for name in ("beta1", "beta2", "momentum"):
         if not 0 <= getattr(config, name) < 1:
             raise UserError(f"--{name} {getattr(config, name)}: it must be at least 0 and below 1")

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import difflib
+import errno
 import gc
 import os
 import shlex
@@ -77,9 +78,9 @@ SWITCH_VALUES = {"on": True, "true": True, "1": True, "off": False, "false": Fal
 
 
 def given(arguments):
-    """The flags on a command line: {name: text, True for a switch, False for --no_NAME}; "-" counts as "_" in a name.
+    """The flags on a command line: {name: text, True for --NAME, False for --no_NAME}; "-" counts as "_" in a name.
 
-    For the values of switches, arguments must be spell_switches()'s.
+    A switch that is spelled --NAME off has the text "off": spell_switches() makes it --no_NAME.
     """
     flags = {}
     for argument, following in zip(arguments, [*arguments[1:], "--"]):
@@ -148,9 +149,9 @@ def parse(flags_type, default=None, hints=None):
 
 
 def check_arguments(flags_type, arguments, hints):
-    """Raises UserError for a flag that flags_type, a dataclass, does not have, and a value that does not fit.
+    """Raises UserError for a flag that is not a field of flags_type, a dataclass, or a value of the wrong type.
 
-    arguments: of spell_switches().
+    arguments: a command line that spell_switches() returned.
     """
     import tyro
 
@@ -234,7 +235,7 @@ def read_value(name, kind, text):
 
 
 def arguments(values, defaults):
-    """The command line, as a list, that changes defaults into values, both {flag: value}."""
+    """The command line, as a list, of the flags whose value differs from its default. Both arguments: {flag: value}."""
     result = []
     for name, default in defaults.items():
         value = values[name]
@@ -290,7 +291,8 @@ def is_out_of_memory(error):
 
 
 def run(main):
-    """Call main(). A UserError prints one line on standard error and ends with exit code 1, Ctrl-C with 130."""
+    """Call main(). A UserError or a full disk prints one line on standard error and ends with exit code 1, Ctrl-C with
+    130."""
     while (spare := os.open(os.devnull, os.O_RDWR)) < 3:
         pass  # the caller closed a standard stream, as >&- does: no other file may get its number
     os.close(spare)
@@ -306,7 +308,11 @@ def run(main):
         gc.enable()
     try:
         main()
-    except UserError as error:
+    except (UserError, OSError) as error:
+        if isinstance(error, OSError):
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            error = f"cannot write {error.filename or 'a file'}: {error.strerror}"
         rank = os.environ.get("RANK", "0")
         if rank != "0":
             time.sleep(5)  # rank 0 usually prints the same error, and torchrun then ends this rank

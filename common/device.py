@@ -4,6 +4,7 @@ import importlib
 import importlib.util
 import os
 import shutil
+import sys
 import sysconfig
 from pathlib import Path
 
@@ -24,8 +25,9 @@ def missing_compiler(device):
     headers."""
     if device.type == "cuda" and not any(map(shutil.which, (os.environ.get("CC", ""), "gcc", "clang"))):
         return "a C compiler (gcc)"
-    if device.type != "cuda" and not any(map(shutil.which, ("c++", "g++", "clang++"))):
-        return "a C++ compiler (g++)"
+    cxx = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")  # as torch._inductor.config.cpp.cxx
+    if device.type != "cuda" and not shutil.which(cxx):
+        return f"a C++ compiler ({cxx})"
     scheme = sysconfig.get_default_scheme().replace(
         "posix_local", "posix_prefix"
     )  # Debian's headers, as Triton finds them
@@ -34,7 +36,7 @@ def missing_compiler(device):
 
 
 def missing_package(module, package):
-    """Why a module cannot be imported, or None."""
+    """What to install if a module is not there, in words, or None. The module is not imported."""
     return None if importlib.util.find_spec(module) else f"it needs a package: pip install {package}"
 
 

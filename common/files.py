@@ -93,15 +93,17 @@ def json_digest(content):
 def flush_to_disk(path):
     """fsync a file, or a folder's list of names; on return it survives a power failure."""
     descriptor = os.open(path, os.O_RDONLY)
-    os.fsync(descriptor)
-    os.close(descriptor)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def lock(path, busy=None):
     """Lock a file, which is created if needed, for this process: returns a file that holds the lock until it is closed.
 
-    If another process holds the lock: raises UserError(busy), or without `busy` waits. A file system without locks
-    locks nothing.
+    If another process holds the lock: raises UserError(busy), or without `busy` waits. Where the file system has no
+    locks, the file is not locked.
     """
     file = open(path, "a")
     try:

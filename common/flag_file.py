@@ -7,7 +7,7 @@ import yaml
 from common.cli import UserError, first_line, read_value, unknown
 from common.files import atomic_write, open_regular
 
-# not written: they are of one start of a run, not of what it trains
+# not written: they belong to one start of a run, and do not define what it trains
 OF_ONE_RUN = "config", "resume", "run_name", "allow_other_data", "ladder", "profile", "memory_snapshot"
 
 
@@ -42,7 +42,7 @@ def read(path, flags_type, hints):
 
 
 def write(path, flags):
-    """Write a Config's flags, but for those of one run, in its GROUPS. Raises OSError."""
+    """Write a Config's flags, by its GROUPS, without those in OF_ONE_RUN. Raises OSError."""
     lines = [f"# the flags of this run; to repeat it: train_gpt2.py --config {path}"]
     for group in flags.GROUPS:
         names = [name for name in group.__dataclass_fields__ if name not in OF_ONE_RUN]

@@ -36,7 +36,7 @@ def check_hub():
         if os.environ.get("RANK", "0") == "0":
             print(
                 f"{endpoint} does not answer ({reason}): only files that are already downloaded are used; "
-                "HF_HUB_ETAG_TIMEOUT=60 waits longer, HF_HUB_OFFLINE=0 does not check"
+                "HF_HUB_ETAG_TIMEOUT=60 waits longer, HF_HUB_OFFLINE=0 skips this check"
             )
 
 

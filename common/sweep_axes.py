@@ -44,8 +44,8 @@ def read_recipe(text, config_class):
 
 
 def read_values(text, where, types, excluded, form):
-    """(name, values) from "name=value,value". types: {name: type}; excluded: names; where and form, what is allowed:
-    for error messages."""
+    """(name, values) from "name=value,value". types: {name: type}. excluded: names that are refused. Error messages
+    begin with `where`, the argument, and `form` says what the argument must be."""
     name, _, values = text.partition("=")
     if name in excluded:
         raise UserError(f"{where}: {name} is the same in all runs, or has no effect")

@@ -8,7 +8,6 @@ import codecs
 import collections
 import contextlib
 import functools
-import itertools
 import multiprocessing
 import os
 import re
@@ -76,12 +75,12 @@ def start_worker(_):
 
 @contextlib.contextmanager
 def reading(path):
-    """Turn errors of reading `path` into a UserError, which unlike some of the hub's can leave a worker process."""
+    """Turn errors of reading `path` into a UserError: a worker can pickle it, unlike some of the hub's exceptions."""
     try:
         yield
     except hub_errors() as error:
         raise UserError(
-            f"cannot read {path}: {first_line(error)}; the same command continues after the last complete shard"
+            f"cannot read {path}: {first_line(error)}; when it can be read, run the same command again"
         ) from error
 
 
@@ -103,11 +102,19 @@ def tokenize_parquet(path, group, batch):
 
     A missing document counts as an empty one. Bytes that are not UTF-8 become U+FFFD.
     """
-    file = open_parquet(path)
     with reading(path):
-        batches = file.iter_batches(DOCUMENTS_PER_TASK, [group], columns=["text"], use_threads=False)
-        column = next(itertools.islice(batches, batch, None)).column(0)
+        found = next((each for number, each in batches_of(path, group) if number == batch), None)
+        if found is None:  # it was read before
+            batches_of.cache_clear()
+            found = next(each for number, each in batches_of(path, group) if number == batch)
+    column = found.column(0)
     return tokenize([(text or b"").decode(errors="replace") for text in column.cast("large_binary").to_pylist()])
+
+
+@functools.lru_cache(maxsize=1)
+def batches_of(path, group):
+    """(number, batch) of a row group's batches, read on from task to task: those of a worker ascend."""
+    return enumerate(open_parquet(path).iter_batches(DOCUMENTS_PER_TASK, [group], columns=["text"], use_threads=False))
 
 
 @functools.lru_cache(maxsize=4)

@@ -63,7 +63,7 @@ class ShardFolder:
         self._lock = self.path / (f"{tag}.lock" if part else "lock")
 
     def shard_path(self, index, source):
-        """The path of a shard of a manifest's source. Shard 0 is validation, all others are training."""
+        """The path of shard `index`. source: the manifest's. Shard 0 is for validation, all others for training."""
         name = {FINEWEB_EDU: "edufineweb", FINEWEB: "fineweb"}.get(source.get("dataset"), "text")
         return self.path / f"{name}_{self.splits[0] if index == 0 else self.splits[-1]}_{index:06d}.npy"
 

@@ -189,7 +189,7 @@ def read_manifest(path):
 
 
 def read_with_entries(path, **fields):
-    """read_json of a file whose `shards` are manifest entries: raises ValueError for others too."""
+    """read_json() of a file with a list `shards` of manifest entries. Raises ValueError also for a malformed entry."""
     content = read_json(path, shards=list, **fields)
     for entry in content["shards"]:
         check_fields(entry, name=str, tokens=int, documents=int, sha256=str)

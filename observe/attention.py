@@ -26,7 +26,7 @@ from kernels.documents import NO_BOUNDARIES, document_attention, find_documents
 from kernels.sdpa import BACKENDS
 from model import GPTConfig, causal_attention
 from observe import figures, roofline
-from observe.hardware import environment, peak_tflops
+from observe.hardware import environment, peak_flops
 from observe.measure import OUT_OF_MEMORY, prepare, save
 from observe.tables import align, markdown_table
 from observe.timing import TimingFlags, dtype_of_activations, forward_and_backward
@@ -64,12 +64,13 @@ def main():
     device = process_group.start(flags.device).device
     if flags.tokens is None:
         flags.tokens = 65536 if device.type == "cuda" else 1024
-    flags.lengths = flags.lengths or tuple(T for T in LENGTHS if T <= flags.tokens)
+    flags.lengths = tuple(sorted(flags.lengths)) or tuple(T for T in LENGTHS if T <= flags.tokens)
     check(flags)
     folder = prepare(flags.log_dir, flags.run_name, "attention", goes_on=False)
     print(f"results: {folder}/")
-    peaks = roofline.gpu_peaks(device, 1e12 * (flags.peak_tflops or peak_tflops(device) or 0))
-    grid = [(name, D, T) for D in flags.widths for T in flags.lengths for name in candidates(device, flags)]
+    peaks = roofline.gpu_peaks(device, peak_flops(device, flags.peak_tflops))
+    names = candidates(device, flags)
+    grid = [(name, D, T) for D in flags.widths for T in flags.lengths for name in names]
     facts = environment(device)
     results = []
     print(align(COLUMNS, COLUMN_WIDTHS))
@@ -88,14 +89,19 @@ def main():
 def check(flags):
     """Raises UserError for sizes that cannot be measured."""
     if not flags.lengths or not flags.widths:
-        raise UserError(f"there is no length up to {flags.tokens} tokens, or no width: use --lengths, --widths")
+        raise UserError(f"no sequence length up to {flags.tokens} tokens, or no head width: use --lengths and --widths")
     if min(flags.tokens, flags.n_embd, flags.repeats, *flags.lengths, *flags.widths) < 1:
         raise UserError("--tokens, --lengths, --widths, --n_embd and --repeats must be at least 1")
+    if flags.peak_tflops is not None and not flags.peak_tflops > 0:
+        raise UserError(f"--peak_tflops {flags.peak_tflops}: it must be above 0")
     if flags.documents < 0:
         raise UserError(f"--documents {flags.documents}: it must be at least 1, or 0 for whole rows")
-    for name, whole, parts in (("tokens", flags.tokens, flags.lengths), ("n_embd", flags.n_embd, flags.widths)):
+    for name, of, whole, parts in (
+        ("tokens", "lengths", flags.tokens, flags.lengths),
+        ("n_embd", "widths", flags.n_embd, flags.widths),
+    ):
         if wrong := [part for part in parts if whole % part]:
-            raise UserError(f"--{name} {whole} is not a multiple of {wrong[0]}: use one that is")
+            raise UserError(f"--{name} {whole} is not a multiple of {wrong[0]}, one of --{of}: change one of the two")
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -139,7 +145,7 @@ def time_kernel(name, D, T, flags, device):
     except Exception as error:
         if is_out_of_memory(error):
             return dict(status="skipped", reason=OUT_OF_MEMORY)
-        refusals = ("No available kernel", "No viable backend", "unsupported")
+        refusals = ("No available kernel", "No viable backend", "unsupported", "FlashAttention ")
         # UserError: cuDNN's front end has no kernel; FlashAttention-4's releases do not all fit PyTorch's call
         refused = isinstance(error, UserError | ImportError) or any(words in str(error) for words in refusals)
         if refused or name == "FlashAttention-4":
@@ -153,7 +159,7 @@ def time_kernel(name, D, T, flags, device):
 
 
 def measure(name, D, T, flags, device):
-    """{forward_ms, backward_ms, peak_gb, share}: share is that of the causal half of the scores within documents."""
+    """{forward_ms, backward_ms, peak_gb, share}: share: the part of the causal half within documents."""
     B, C = flags.tokens // T, flags.n_embd
     documents, share = NO_BOUNDARIES, 1.0
     if flags.documents:
@@ -232,7 +238,7 @@ def markdown(results, flags, device):
     texts = {(result["name"], result["D"], result["T"]): measures(result) for result in results}
     reasons = {(result["name"], result["D"], result["T"]): result.get("reason") for result in results}
     text = f"{flags.tokens:,} tokens, C = {flags.n_embd}. FLOPs are those of the causal half: 7·T·C a token"
-    text += f", within documents of {flags.documents:,} tokens in the mean. " if flags.documents else ". "
+    text += f", times the share within documents (mean {flags.documents:,} tokens). " if flags.documents else ". "
     text += "A GB is 2^30 bytes.\n\n"
     for measure in dict.fromkeys(measure for cell in texts.values() for measure in cell):
         table = []

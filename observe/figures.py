@@ -305,12 +305,13 @@ def roofline(table, peak_flops, bandwidth, facts, path):
     in bytes/s; the roof is min(peak_flops, FLOP/byte × bandwidth) (Williams et al. 2009, "Roofline").
     """
     figure, (ax,) = new_figure(9, 5.6)
-    low, high = 0.25, 4000
+    points = {name: row for name, row in table.items() if "tflops" in row}
+    low, high = 0.25, max([4000, *(1.5 * row["flop_per_byte"] for row in points.values())])
+    bottom = min([0.2, *(0.5 * row["tflops"] for row in points.values())])
     ridge, peak = peak_flops / bandwidth, peak_flops / 1e12
     ax.plot([low, ridge, high], [low * peak / ridge, peak, peak], color=INK, linewidth=1.6)
     ax.text(high, 1.12 * peak, f"{peak:,.0f} TFLOP/s", ha="right", fontsize=9, color=INK)
     ax.text(ridge / 1.4, peak / 1.2, f"{bandwidth / 1e12:.1f} TB/s", ha="right", fontsize=9, color=INK)
-    points = {name: row for name, row in table.items() if "tflops" in row}
     for (name, row), color in zip(points.items(), PALETTE):
         x, y, share = row["flop_per_byte"], row["tflops"], row["share"]
         ax.plot([x, x], [y, y / row["of_roof"]], color=RULE, linewidth=1, zorder=0)
@@ -319,7 +320,7 @@ def roofline(table, peak_flops, bandwidth, facts, path):
     legend = ax.legend(loc="lower right", frameon=False, fontsize=9, labelcolor=INK, labelspacing=0.8)
     for handle in legend.legend_handles:
         handle.set_sizes([60])
-    ax.set(xscale="log", yscale="log", xlim=(low, high), ylim=(0.2, 2.2 * peak))
+    ax.set(xscale="log", yscale="log", xlim=(low, high), ylim=(bottom, 2.2 * peak))
     for axis in (ax.xaxis, ax.yaxis):
         axis.set_major_formatter("{x:g}")
     ax.set_xlabel("arithmetic intensity: FLOPs per byte", color=INK)

@@ -16,7 +16,9 @@ from common.cli import ROOT
 PEAK_TFLOPS = {
     "B200": 2250,
     "H100 PCIe": 756,
+    "H800 PCIe": 756,
     "H100 NVL": 835,
+    "H200 NVL": 835,
     "H100": 989.4,
     "H200": 989.4,
     "H800": 989.4,
@@ -29,6 +31,7 @@ PEAK_TFLOPS = {
     "L40": 181,
     "L4": 121,
     "RTX 4090": 165.2,
+    "RTX 3090 Ti": 80,
     "RTX 3090": 71,
     "V100": 125,
     "T4": 65,
@@ -44,6 +47,11 @@ def peak_tflops(device):
 def peak_tflops_of(name):
     """As peak_tflops, of a device's name."""
     return next((peak for part, peak in PEAK_TFLOPS.items() if is_named(part, name)), None)
+
+
+def peak_flops(device, given=None):
+    """The device's peak in FLOP/s, or `given` TFLOP/s; 0 if it is unknown."""
+    return 1e12 * (given or peak_tflops(device) or 0)
 
 
 def is_named(part, name):

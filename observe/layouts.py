@@ -100,7 +100,7 @@ def cells(layout, cluster):
 
 
 def explanation(config):
-    """What the table's figures mean, and rest on."""
+    """What the figures of the table mean, and the assumptions behind them."""
     return (
         "This is an estimate. B: sequences of a micro-batch. Memory: GB on a GPU. Peak: below the sum where gradients",
         "replace activations, above it where ddp's backward ends with new gradients. Waits: share of a step for",
@@ -159,7 +159,7 @@ def check(config):
     if config.mfu > 1:
         raise UserError(f"--mfu {config.mfu:g}: it is a fraction, 0.5 for 50%")
     if config.gpus > config.gpus_per_machine and config.gpus % config.gpus_per_machine:
-        raise UserError(f"--gpus {config.gpus} are not full machines of --gpus_per_machine {config.gpus_per_machine}")
+        raise UserError(f"--gpus {config.gpus} is not a multiple of --gpus_per_machine {config.gpus_per_machine}")
     if not (config.peak_tflops or peak_tflops_of(config.gpu)):
         raise UserError(f"--gpu {config.gpu}: known are {', '.join(PEAK_TFLOPS)}; for others give --peak_tflops")
     if config.fp8 or config.autocast == "off":

@@ -24,7 +24,7 @@ from common.cli import UserError, out_of_memory, parse, run
 from config import SIZES, Config, refuse_unavailable_flags, resolve
 from model import GPT, GPTConfig
 from observe import figures
-from observe.hardware import environment, flops_per_token, peak_tflops
+from observe.hardware import environment, flops_per_token, peak_flops
 from observe.measure import prepare, save
 from observe.tables import align, markdown_table
 from observe.timing import LONGEST, WARM_UP, TimingFlags, dtype_of_activations, time_of
@@ -113,17 +113,12 @@ def check(flags, distributed):
         raise UserError("--machines and --network go together, such as --machines 1 2 4 --network 400 12.5")
     if flags.machines and machines_at_hand(distributed) > 1:
         raise UserError("--machines starts from the links inside one machine: measure on one")
-    if flags.machines and not peak_flops(flags, distributed.device):
+    if flags.machines and not peak_flops(distributed.device, flags.peak_tflops):
         raise UserError("--machines needs the device's peak: use --peak_tflops")
 
 
 def machines_at_hand(distributed):
     return -(-distributed.world_size // ranks_of_machine(distributed.world_size))
-
-
-def peak_flops(flags, device):
-    """The device's peak in FLOP/s; 0 if it is unknown."""
-    return 1e12 * (flags.peak_tflops or peak_tflops(device) or 0)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -233,7 +228,7 @@ class Step(NamedTuple):
     def computation_ms(self, flags, device):
         """Milliseconds of forward and backward of all micro-batches at flags.mfu; None if the peak is unknown."""
         flops = flops_per_token(self.model, self.config.seq_len) * self.config.total_batch_size
-        peak = flags.mfu * peak_flops(flags, device)
+        peak = flags.mfu * peak_flops(device, flags.peak_tflops)
         return 1e3 * flops / (self.ranks * peak) if peak else None
 
 
@@ -275,7 +270,7 @@ def step_table(flags, distributed, steps, measured):
         if computation and step.config.parallel == "ddp":
             wait, overlap = communication.wait_for_averaging(total, computation / step.micro_steps())
             faster += [f"{step.name} ({total:,.1f} ms become {wait:,.1f})"] if overlap else []
-    peak = peak_flops(flags, distributed.device) / 1e12
+    peak = peak_flops(distributed.device, flags.peak_tflops) / 1e12
     speed = f"computed at {flags.mfu:.0%} of {peak:g} TFLOP/s" if peak else "of unknown computation (use --peak_tflops)"
     text = f"A step of {flags.total_batch_size:,} tokens, {speed}:\n\n{markdown_table(STEP_COLUMNS, rows, left=2)}\n\n"
     text += "Communication is the sum of all collectives; share is communication over communication + computation. ddp "

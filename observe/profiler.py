@@ -15,6 +15,7 @@ from observe import figures
 from observe.measure import SETTLING_STEPS
 from observe.roofline import gpu_peaks, work
 from optim.schedules import accumulation_steps
+from parallel.fsdp import is_sharded
 from parallel.process_group import Distributed
 
 IDLE = "idle"
@@ -118,8 +119,10 @@ def report(profile, config, model_config, log, first):
         total, seconds = cpu_seconds(profile)
     peaks = None
     data_size = Distributed(0, world_size, log.device, config.tensor, config.context, config.pipeline).data_size
-    # work() counts whole layers and sequences, and fused operations in 16 bits
-    if config.compile and config.autocast != "off" and not config.fp8 and data_size == world_size:
+    # work() counts whole layers, sequences and weights, fused operations in 16 bits, and AdamW with float32 moments
+    whole = data_size == world_size and not is_sharded(config)
+    adamw = config.optimizer == "adamw" and config.adamw_states == "float32"
+    if config.compile and config.autocast != "off" and not config.fp8 and whole and adamw:
         peaks = gpu_peaks(log.device, log.peak_flops and log.peak_flops / world_size)
     micro_steps = sum(accumulation_steps(first + i, config, data_size) for i in range(steps)) / steps
     work_per_step = work(model_config, config.seq_len, micro_steps * config.micro_batch_size * config.seq_len)
@@ -161,7 +164,8 @@ def print_table(table, steps, total, title, peaks):
     if peaks:
         print(f"roof: {peaks[0] / 1e12:g} TFLOP/s, {peaks[1] / 1e9:,.0f} GB/s")
     else:
-        print("(no roofline: it needs a compiled run in 16 bits on a GPU with known peaks)")
+        print("(no roofline: it needs a GPU with known peaks, --compile, 16 bits without --fp8, AdamW with float32")
+        print("moments, and ddp without --tensor, --context and --pipeline)")
 
 
 def read_trace(path):

@@ -93,7 +93,7 @@ class RankMonitor:
     def end_step(self, sums):
         """(seconds of this step, the RankReports of the step before, this rank's memory by MemoryRecorder.end_step).
 
-        sums: the elements of report(), summed over the ranks. Call it once the host has the step's gradients.
+        sums: the elements of report(), summed over the ranks. Call it after the host has waited for that all-reduce.
         """
         measured = self._last_gradient is not None and self._steps >= SETTLING
         own_ms = self._ms(self._start, self._last_gradient) if measured else math.nan

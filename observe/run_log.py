@@ -182,7 +182,7 @@ class RunLog:
                 "output above has; make room, or choose another --log_dir"
             )
         if self._lost:
-            raise UserError(f"{self._lost}: what it had until then is not there")
+            raise UserError(f"{self._lost}: log lines from before that are lost")
 
     # ------------------------------------------------------------------------------------------------------------------
     # The folder

@@ -16,9 +16,9 @@ https://docs.pytorch.org/docs/stable/torch_cuda_memory.html
 import itertools
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from observe.measure import SETTLING_STEPS
+from parallel.fsdp import local
 from parallel.memory import LOGIT_ROWS
 
 # The step, from 0, that is recorded: compilation is over, and no step is measured or traced yet
@@ -43,7 +43,7 @@ class MemoryRecorder:
         self._step += 1
         if self._recording:
             self._held = self._count_held(torch.cuda.memory_allocated())
-            torch.cuda.memory._record_memory_history(context=None, stacks="python")  # without stacks
+            torch.cuda.memory._record_memory_history(context=None, stacks="python")  # context=None: no stacks
 
     def end_backward(self):
         """Call this between backward and the update."""
@@ -74,10 +74,8 @@ class MemoryRecorder:
     def _storages(self, tensors):
         """{address: bytes} of the memory of these tensors on the device; of a DTensor, this rank's part. None is left
         out, and so is the host's memory, where AdamW may count its steps."""
-        local = [
-            tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors if tensor is not None
-        ]
-        memories = [tensor.detach().untyped_storage() for tensor in local if tensor.device.type == self._device.type]
+        tensors = [local(tensor) for tensor in tensors if tensor is not None]
+        memories = [tensor.detach().untyped_storage() for tensor in tensors if tensor.device.type == self._device.type]
         return {memory.data_ptr(): memory.nbytes() for memory in memories}
 
     def _is_logits(self, size):

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import math
 import statistics
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from observe.measure import SETTLING_STEPS, plain
@@ -14,6 +15,22 @@ WIDTHS = (22, 15, 16, 13, 8, 8, 11, 8, 8)
 VAL_TOKENS = 2621440  # at most, in each of some 20 validations
 # Each warm-up's largest fraction of max_steps. A high learning rate needs a long one: docs/benchmarks.md, "Recipes"
 LR_WARMUP, BATCH_WARMUP = 0.9, 0.45
+
+
+@dataclass
+class ToLoss:
+    """The ladder of training recipes."""
+
+    TITLE = "time to a loss"
+
+    to_loss: bool = False
+    """Train --max_steps with each recipe; compare tokens and time to a validation loss."""
+    recipes: tuple[str, ...] = ()
+    """Use these rungs instead; each names flags to change, as "lr=1e-3 fp8=on"; optimizer=muon sets Muon's recipe."""
+    seeds: int = 3
+    """Runs of each recipe, with --seed and the numbers after it."""
+    target_loss: float | None = None
+    """Loss to compare the recipes at; by default the loss that the first recipe ends with."""
 
 
 def recipe_run(config, changes):

@@ -19,11 +19,19 @@ class WandbPage:
         if self._mode == "auto":
             self._mode = os.environ.get("WANDB_MODE", "auto")
         if self._mode in ("auto", "online"):
-            self._mode = "online" if self._is_logged_in() else "offline"
+            self._mode = self._online_or_offline()
+
+    def _online_or_offline(self):
+        try:  # here, as the import takes a second that --wandb disabled does not need
+            import wandb  # noqa: F401
+        except ImportError as error:
+            self.lose(error)
+            return "disabled"
+        return "online" if self._is_logged_in() else "offline"
 
     def _is_logged_in(self):
         try:
-            import wandb  # takes a second; not needed with --wandb disabled
+            import wandb
 
             try:
                 if wandb.login(prompt=False):

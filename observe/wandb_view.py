@@ -54,7 +54,7 @@ class Flags:
 def main():
     flags = parse(Flags)
     if problem := missing_package("wandb_workspaces", "wandb-workspaces"):
-        raise UserError(problem)
+        raise UserError(f"observe.wandb_view: {problem}")
     import wandb
 
     try:

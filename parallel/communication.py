@@ -76,8 +76,8 @@ def ms_of_step(collectives, measured):
 def ms_of_collective(points, size):
     """Milliseconds of a collective of `size` bytes. points: its measured [(bytes, ms), ...], ascending.
 
-    Log-log interpolation between points. Below the smallest size its time, which is latency; above the largest size
-    its bandwidth.
+    Log-log interpolation between points. A smaller size takes the smallest point's time, which is latency; a larger
+    size has the largest point's bandwidth.
     """
     sizes, times = zip(*points)
     if size > sizes[-1]:

@@ -30,6 +30,7 @@ from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.distributed.device_mesh import init_device_mesh
 
 from common.cli import UserError
+from parallel.process_group import ranks_in_words, try_one_of
 
 
 def check_flags(config, distributed):
@@ -38,11 +39,11 @@ def check_flags(config, distributed):
     if size == 1:
         return
     fits = [n for n in range(2, min(ranks, heads) + 1) if ranks % n == 0 and config.seq_len % n == 0]
-    hint = f"try one of {fits}" if fits else "use --context 1"
-    unit = "ranks" if config.tensor == 1 else f"groups of {config.tensor} ranks"
-    for number, things in ((ranks, unit), (config.seq_len, "tokens of a sequence")):
+    hint = try_one_of(fits, "use --context 1")
+    tokens = f"{config.seq_len} tokens of a sequence"
+    for number, things in ((ranks, ranks_in_words(ranks, config.tensor)), (config.seq_len, tokens)):
         if number % size:
-            raise UserError(f"--context {size} does not divide {number} {things}: {hint}")
+            raise UserError(f"--context {size} does not divide {things}: {hint}")
     if size > heads:
         parts = "" if config.tensor == 1 else f" in each of {config.tensor} parts of a layer"
         raise UserError(f"--context {size} is more than {heads} attention heads{parts}: {hint}")

@@ -15,9 +15,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from common.cli import Note, UserError
+from common.cli import Note, UserError, out_of_memory
 from optim.schedules import accumulation_steps
 from parallel import context, tensor
+from parallel.process_group import ranks_in_words, try_one_of
 from parallel.rendezvous import ranks_of_machine
 
 # Minimum number of parameters in one all-gather. With smaller all-gathers Python takes longer to launch a block than
@@ -59,8 +60,8 @@ def check_flags(config, distributed, notes):
         ranks = distributed.data_context_size
         if ranks % config.shard_ranks:
             fits = [size for size in range(2, ranks + 1) if ranks % size == 0]
-            where = f"{ranks} ranks" if config.tensor == 1 else f"{ranks} groups of {config.tensor} ranks"
-            raise UserError(f"--shard_ranks {config.shard_ranks} does not divide {where}: try one of {fits}")
+            where, hint = ranks_in_words(ranks, config.tensor), try_one_of(fits, "use --parallel ddp")
+            raise UserError(f"--shard_ranks {config.shard_ranks} does not divide {where}: {hint}")
         if ranks == config.shard_ranks:
             notes.append(Note("parallel", "hsdp", "all ranks share one copy, which is zero3"))
         if config.shard_ranks == 1:
@@ -167,13 +168,11 @@ def gathered(model, config):
     units = [module for module in model.modules() if isinstance(module, FSDPModule)]
     for unit in units:
         unit.set_reshard_after_forward(False, recurse=False)
-        try:
+        with out_of_memory(
+            "validation, HellaSwag and samples need all weights on every GPU; if they do not fit, turn them off: "
+            "--val_every 0 --hellaswag_every 0 --sample_every 0"
+        ):
             unit.unshard()
-        except torch.OutOfMemoryError as error:
-            raise UserError(
-                "out of memory: validation, HellaSwag and samples need all weights on every GPU; if they do not fit, "
-                "turn them off: --val_every 0 --hellaswag_every 0 --sample_every 0"
-            ) from error
     try:
         with tensor.loss(config):
             yield

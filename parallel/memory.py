@@ -10,6 +10,7 @@ from optim.optimizer import state_bytes
 from optim.schedules import accumulation_steps
 from parallel.fsdp import blocks_together, is_sharded, shard_group_size
 from parallel.pipeline import blocks_in_flight, blocks_of_ranks
+from parallel.process_group import ranks_in_words
 from parallel.tensor import sequence_parts
 
 LARGEST_MICRO_BATCH = 64  # sequences; more gains 1% for twice the memory
@@ -36,9 +37,9 @@ def nearest_multiples(number, factor):
 
 
 def data_ranks(distributed):
-    """What the micro-batches of a batch are divided among, in words."""
+    """The ranks, or groups of ranks, that the micro-batches of a batch are divided among, in words."""
     size = distributed.world_size // distributed.data_size
-    return f"{distributed.data_size} {f'groups of {size} ranks' if size > 1 else 'ranks'}"
+    return ranks_in_words(distributed.data_size, size)
 
 
 def free_memory(distributed):

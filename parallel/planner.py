@@ -90,7 +90,7 @@ def prepare(config, distributed, cluster, free, given):
     pipeline.check_flags(config, distributed)
     fsdp.check_flags(config, distributed, [])
     ranks = distributed.data_context_size
-    if config.parallel != "ddp" and ranks == 1:
+    if config.parallel != "ddp" and ranks == 1 and (distributed.world_size == 1 or "parallel" not in given):
         return False  # there is nothing to shard: ddp
     if config.parallel == "hsdp" and config.shard_ranks in (1, ranks) and "parallel" not in given:
         return False  # ddp, or zero3

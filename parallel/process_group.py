@@ -181,3 +181,14 @@ def stop():
     if dist.is_initialized():
         gc.collect()
         dist.destroy_process_group()
+
+
+def try_one_of(sizes, otherwise):
+    """A hint in words: the sizes that are possible, or else what to do."""
+    return f"try one of {sizes}" if sizes else otherwise
+
+
+def ranks_in_words(count, size):
+    """`count` ranks, or `count` groups of `size` ranks."""
+    plural = "s" if count != 1 else ""
+    return f"{count} rank{plural}" if size == 1 else f"{count} group{plural} of {size} ranks"

@@ -40,7 +40,7 @@ from parallel.memory import compute_bytes, count_params, params_of_embeddings, p
 from parallel.pipeline import blocks_of_ranks
 
 # Measured with GPT-2 124M and 1558M on H200s: docs/benchmarks.md, docs/scaling.md
-LAYER_SECONDS = 0.3e-3  # of a block in each micro-batch, however small: 108.6, 56.4 and 30 ms for 64, 32 and 16 x 1024
+LAYER_SECONDS = 0.3e-3  # fixed time of a block: micro-batches of 64, 32, 16 sequences take 108.6, 56.4, 30 ms (124M)
 STEP_SECONDS = 2e-3  # the update, and the rest of a step; 25 ms for 1558M, 1% of a step that the fit absorbs
 SLOWEST = 1.015  # several GPUs wait for the slowest
 SHARDED = dict(ddp=1.03, zero2=1.03, zero3=1.05, hsdp=1.05)  # FSDP's computation, against DDP's; hsdp: as zero3
@@ -94,8 +94,8 @@ def group_of(size, stride, cluster):
 
 
 def gather(size, group, cluster):
-    """Seconds of an all-gather or a reduce-scatter of a tensor of `size` bytes; an all-reduce takes both. Or of an
-    all-to-all by ranks that have `size` bytes each."""
+    """Seconds of an all-gather or a reduce-scatter of a tensor of `size` bytes, of half an all-reduce of it, or of an
+    all-to-all in which each rank's input has `size` bytes."""
     inside = (group.ranks - 1) / group.ranks * size / cluster.link
     between = (group.machines - 1) / group.machines * size * group.sharing / cluster.network
     return inside + between + (LATENCY if group.ranks * group.machines > 1 else 0)

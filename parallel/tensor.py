@@ -37,6 +37,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_modul
 from torch.distributed.tensor.parallel import loss_parallel
 
 from common.cli import Note, UserError
+from parallel.process_group import try_one_of
 
 
 def check_flags(config, distributed, notes):
@@ -46,13 +47,14 @@ def check_flags(config, distributed, notes):
         return
     if not config.pad_vocab:
         raise UserError("--tensor divides the rows of the embedding table equally, which needs --pad_vocab")
-    fits = [n for n in range(2, config.n_head + 1) if config.n_head % n == 0]
-    if size not in fits:
-        raise UserError(f"--tensor {size} does not divide {config.n_head} attention heads: try one of {fits}")
-    if distributed.world_size % size:
-        fits = [n for n in fits if distributed.world_size % n == 0]
-        hint = f"try one of {fits}" if fits else "use --tensor 1"
-        raise UserError(f"--tensor {size} does not divide {distributed.world_size} ranks: {hint}")
+    ranks = distributed.world_size
+    divide_heads = [n for n in range(2, config.n_head + 1) if config.n_head % n == 0]
+    fits = [n for n in divide_heads if ranks % n == 0]
+    if size not in divide_heads:
+        hint = try_one_of(fits or divide_heads, "use --tensor 1")
+        raise UserError(f"--tensor {size} does not divide {config.n_head} attention heads: {hint}")
+    if ranks % size:
+        raise UserError(f"--tensor {size} does not divide {ranks} ranks: {try_one_of(fits, 'use --tensor 1')}")
     if config.optimizer == "muon":
         raise UserError("--optimizer muon orthogonalizes whole matrices, which --tensor splits: use AdamW")
     if config.adamw_states == "int8":

@@ -49,6 +49,13 @@ def test_nanogpts(tmp_path, bias, rows, prefix):
     assert not any(weight.requires_grad for weight in formats.load(tmp_path / "ckpt.pt")[1].values())
 
 
+def test_another_vocabulary_is_refused(tmp_path):
+    state = {name: weight[:65] if "wte" in name else weight for name, weight in weights()[1].items()}
+    torch.save(dict(model=state, model_args=dict(SIZES, block_size=16, vocab_size=65)), tmp_path / "ckpt.pt")
+    with pytest.raises(UserError, match="ckpt.pt has a vocabulary of 65, but GPT-2's has 50257"):
+        load.load_model(tmp_path / "ckpt.pt")
+
+
 def test_build_nanogpts(tmp_path, monkeypatch, command):
     """Whose settings are an object of its own script's; and on to transformers."""
     model, state = weights(rows=50304)

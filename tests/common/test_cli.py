@@ -2,6 +2,7 @@ import gc
 import re
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from conftest import expect_error
@@ -126,6 +127,22 @@ def test_garbage_is_collected_again_after_the_imports(monkeypatch):
     finally:
         gc.unfreeze()
     assert states == [(True, True)]
+
+
+def test_a_full_disk_is_one_line(monkeypatch, capfd):
+    monkeypatch.setattr("sys.stdout", sys.stdout)  # run() replaces both
+    monkeypatch.setattr("sys.stderr", sys.stderr)
+    if not Path("/dev/full").exists():
+        pytest.skip("needs /dev/full")
+
+    def write():
+        with open("/dev/full", "w") as file:
+            file.write("x")
+
+    with pytest.raises(SystemExit) as ended:
+        cli.run(write)
+    assert ended.value.code == 1
+    assert capfd.readouterr().err == "error: cannot write a file: No space left on device\n"
 
 
 def test_notes_say_on_off_or_the_value():

@@ -204,6 +204,16 @@ def test_the_command_is_one_that_a_run_takes(monkeypatch, capsys):
     assert (config.model, config.parallel, config.lr, config.micro_batch_size) == ("gpt2-xl", "hsdp", 1e-4, 16)
 
 
+@pytest.mark.parametrize(
+    "gpus, layout", [(8, "--parallel zero2 --tensor 4 --pipeline 2"), (4, "--parallel zero2 --tensor 4")]
+)
+def test_a_layout_that_is_given_is_planned(monkeypatch, capsys, gpus, layout):
+    """Also where one rank is left to shard over: a run takes it."""
+    monkeypatch.setattr(sys, "argv", ["ladder.py", "--plan", "--gpus", str(gpus), *layout.split()])
+    ladder.main()
+    assert capsys.readouterr().out.splitlines()[-1].endswith(layout)
+
+
 def test_a_plan_that_is_impossible(monkeypatch):
     large = " ".join(f"--{name} {value}" for name, value in LARGE.items())
     for flags, words in (
@@ -212,7 +222,7 @@ def test_a_plan_that_is_impossible(monkeypatch):
             "nothing fits 80 GB a GPU: the least, ddp, takes 123.9 GB: use more --gpus, or a smaller",
         ),
         ("--gpus 0", "--gpus 0: it must be above 0"),
-        ("--gpus 12", "--gpus 12 are not full machines of --gpus_per_machine 8"),
+        ("--gpus 12", "--gpus 12 is not a multiple of --gpus_per_machine 8"),
         ("--gpu Abacus", "--gpu Abacus: known are B200, H100"),
         ("--mfu 50", "0.5 for 50%"),
         ("--fp8", "leave out --fp8"),
