@@ -185,7 +185,7 @@ def test_the_plan_says_what_runs(train):
     for line in (
         r"device +1 × .*PyTorch",
         r"model +2 layers, 2 heads, 32 wide; 1,6\d\d,\d{3} parameters",
-        r"batch +256 tokens = 4 sequences × 32 tokens × 2 accumulated × 1 ranks",
+        r"batch +256 tokens = 4 sequences × 32 tokens × 2 accumulated × 1 rank",
         r"training +3 steps, 768 tokens, 0.18 epochs",
         r"on +flash, pad_vocab, fused_adamw \(off: tf32, autocast off, compile, bf16_residual, .*, packed_qkv\)",
         r"data +.*corpus: 3 train shards, 4,200 tokens; 1 val, 384 of 400 tokens",

@@ -77,7 +77,7 @@ def test_the_plan_of_a_resumed_run(tmp_path, capsys, monkeypatch):
     config, log = make_log(tmp_path, world_size=1, batch_warmup_steps=4)
     lines = dict(plan(capsys, config, log, 1, step=8, tokens=1_000_000))
     assert lines["training"] == "10 steps, 1,004,096 tokens, 98.06 epochs" and "parallel" not in lines
-    assert lines["batch"].endswith(" × 16 accumulated × 1 ranks, reached after 4 steps")
+    assert lines["batch"].endswith(" × 16 accumulated × 1 rank, reached after 4 steps")
     assert lines["on"] == "tf32" and lines["HellaSwag"] == "off"
     assert lines["MFU"] == "unknown for this device: give --peak_tflops"
     assert lines["note"] == "bits_per_byte is off: no network"
