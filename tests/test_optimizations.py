@@ -114,7 +114,7 @@ def test_each_part_of_the_recipe_changes_the_losses_after_the_first():
 
 def test_every_row_has_its_case_and_its_paragraph():
     assert {*CASES, *TWO_RANKS, *RECIPE} == {row.name for row in OPTIMIZATIONS}
-    course = (ROOT / "docs" / "optimizations.md").read_text()
+    course = "".join((ROOT / "docs" / name).read_text() for name in ("optimizations.md", "recipes.md"))
     for row in OPTIMIZATIONS:
         assert (f"`--{next(iter(row.off))}" if row.name != "ddp" else "`torchrun") in course, row.name
 
