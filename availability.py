@@ -5,10 +5,8 @@ The functions take a Config and a Distributed, and return in words what is missi
 
 import torch
 
-from common.device import failed_import, missing_compiler, missing_package
-from kernels import cublaslt, sdpa
-
-FLASH4 = "flash-attn-4==4.0.0b16 nvidia-cutlass-dsl==4.5.2 quack-kernels==0.5.0"  # betas: later releases may not fit
+from common.device import missing_compiler, missing_package
+from kernels import cublaslt, flash4, sdpa
 
 
 def tf32_gpu(config, distributed):
@@ -122,13 +120,9 @@ def flash_attention_4(config, distributed):
         return "it needs --packed_qkv"
     if torch.cuda.get_device_capability(distributed.device)[0] != 9:
         return f"it is for Hopper, and this is {torch.cuda.get_device_name(distributed.device)}"
-    if (width := head_width(config)) not in (32, 64, 96, 128):  # kernels/flash4.py says why
-        return f"it needs a head width of 32, 64, 96 or 128, and it is {width}"
-    return missing_flash4()
-
-
-def missing_flash4():
-    return failed_import("flash_attn.cute.interface", FLASH4)
+    if (width := head_width(config)) not in flash4.WIDTHS:
+        return f"it needs a head width of {', '.join(map(str, flash4.WIDTHS))}, and it is {width}"
+    return flash4.missing()
 
 
 def hopper(config, distributed):

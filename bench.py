@@ -19,7 +19,7 @@ from common.cli import UserError, given, out_of_memory, parse, run
 from common.device import be_deterministic
 from common.peer_flags import HINTS
 from config import GROUPS, Config, defaults, refuse_unavailable_flags, resolve
-from observe.hardware import environment, flops_per_token, peak_memory, peak_tflops
+from observe.hardware import environment, flops_per_token, peak_flops, peak_memory
 from observe.measure import SETTLING_STEPS
 from observe.plan import note_lines
 from observe.ranks import energy
@@ -96,9 +96,9 @@ def report(trainer, results):
     config, distributed = trainer.config, trainer.distributed
     step = statistics.median(result.seconds for result in results[SETTLING_STEPS:])
     rate = results[-1].tokens / step
-    peak = config.peak_tflops or peak_tflops(distributed.device)
+    peak = peak_flops(distributed.device, config.peak_tflops)
     flops = rate * flops_per_token(trainer.model, config.seq_len)
-    mfu = f", MFU {flops / (peak * 1e12 * distributed.world_size):.1%}" if peak else ""
+    mfu = f", MFU {flops / (peak * distributed.world_size):.1%}" if peak else ""
     memory = peak_memory(distributed.device)
     # a result has the energy of the step before
     joules = statistics.fmean([energy(result.ranks) for result in results[SETTLING_STEPS + 1 :]] or [math.nan])

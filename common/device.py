@@ -1,6 +1,5 @@
 """The device: which one "auto" means, what torch.compile and packages need on it, deterministic kernels."""
 
-import importlib
 import importlib.util
 import os
 import shutil
@@ -9,8 +8,6 @@ import sysconfig
 from pathlib import Path
 
 import torch
-
-from common.cli import first_line
 
 
 def choose_device_type(choice):
@@ -38,14 +35,6 @@ def missing_compiler(device):
 def missing_package(module, package):
     """What to install if a module is not there, in words, or None. The module is not imported."""
     return None if importlib.util.find_spec(module) else f"it needs a package: pip install {package}"
-
-
-def failed_import(module, packages):
-    """Why importing a module fails, or None: for packages whose releases have to fit each other."""
-    try:
-        importlib.import_module(module)
-    except Exception as error:
-        return f"{module} cannot be imported ({first_line(error)}): pip install {packages}"
 
 
 def be_deterministic():

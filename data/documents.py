@@ -103,12 +103,16 @@ def tokenize_parquet(path, group, batch):
     A missing document counts as an empty one. Bytes that are not UTF-8 become U+FFFD.
     """
     with reading(path):
-        found = next((each for number, each in batches_of(path, group) if number == batch), None)
-        if found is None:  # it was read before
+        found = read_on(path, group, batch)
+        if found is None:  # the reader is beyond it
             batches_of.cache_clear()
-            found = next(each for number, each in batches_of(path, group) if number == batch)
+            found = read_on(path, group, batch)
     column = found.column(0)
     return tokenize([(text or b"").decode(errors="replace") for text in column.cast("large_binary").to_pylist()])
+
+
+def read_on(path, group, batch):
+    return next((each for number, each in batches_of(path, group) if number == batch), None)
 
 
 @functools.lru_cache(maxsize=1)

@@ -18,6 +18,7 @@ import cudnn
 import torch
 
 from common.cli import UserError, first_line
+from kernels import flash4
 from kernels.documents import slots
 
 TYPES = {torch.bfloat16: cudnn.data_type.BFLOAT16, torch.float16: cudnn.data_type.HALF}
@@ -73,8 +74,6 @@ def packed_qkv_backward(
     B, T, C = y.shape
     dqkv = torch.empty_like(qkv)
     if flash4_backward:
-        from kernels import flash4  # needs flash-attn-4
-
         flash4.backward(dy, qkv, y, stats, n_head, dqkv, None if offsets is None else offsets[: slots(count) + 1])
         return dqkv
     tensors = [*qkv.split(C, dim=2), y, stats, dy, *dqkv.split(C, dim=2)]

@@ -7,12 +7,20 @@ https://github.com/Dao-AILab/flash-attention/tree/main/flash_attn/cute
 """
 
 import torch
-from flash_attn.cute.interface import _flash_attn_bwd
 
-from common.cli import UserError
+from common.cli import UserError, first_line
 
+PACKAGES = "flash-attn-4==4.0.0b16 nvidia-cutlass-dsl==4.5.2 quack-kernels==0.5.0"  # betas: later releases may not fit
 # Between these the kernels disagree on the layout of a buffer, and the gradient of q is wrong
 WIDTHS = (32, 64, 96, 128)
+
+
+def missing():
+    """Why the packages cannot be used, or None."""
+    try:
+        from flash_attn.cute.interface import _flash_attn_bwd  # noqa: F401
+    except Exception as error:  # releases that do not fit each other raise various errors
+        return f"flash-attn-4 cannot be imported ({first_line(error)}): pip install {PACKAGES}"
 
 
 def backward(dy, qkv, y, stats, n_head, dqkv, offsets=None):
@@ -21,6 +29,8 @@ def backward(dy, qkv, y, stats, n_head, dqkv, offsets=None):
     stats: the log-sum-exp of each softmax, float32: (B, H, T, 1), or (B, T, H) with documents. offsets (N + 1,) int32:
     the first token of each document in the B·T tokens, then B·T. Raises UserError for other head widths than WIDTHS.
     """
+    from flash_attn.cute.interface import _flash_attn_bwd
+
     if (width := y.size(2) // n_head) not in WIDTHS:
         raise UserError(f"FlashAttention-4 has a backward for heads of width {WIDTHS}, not {width}")
     documents = {}

@@ -19,9 +19,9 @@ import torch.nn.functional as F
 from torch.nn.attention import sdpa_kernel
 from tqdm import tqdm
 
-from availability import missing_flash4
 from common.cli import UserError, first_line, is_out_of_memory, parse, run
 from common.device import missing_package
+from kernels import flash4
 from kernels.documents import NO_BOUNDARIES, document_attention, find_documents
 from kernels.sdpa import BACKENDS
 from model import GPTConfig, causal_attention
@@ -114,9 +114,9 @@ def candidates(device, flags):
         return ["written out", "FlashAttention"] if device.type == "cpu" else ["written out"]
     names = ["written out", "FlashAttention"] if flags.documents else ["written out", *SDPA]
     packed = missing_package("cudnn", "nvidia-cudnn-frontend") is None
-    flash4 = missing_flash4() is None
-    names += ["packed_qkv"] * packed + ["FlashAttention-4"] * flash4
-    return names + ["flash4_backward"] * (packed and flash4)
+    has_flash4 = flash4.missing() is None
+    names += ["packed_qkv"] * packed + ["FlashAttention-4"] * has_flash4
+    return names + ["flash4_backward"] * (packed and has_flash4)
 
 
 def attend(name, qkv, H, documents):
@@ -235,16 +235,15 @@ def markdown(results, flags, device):
     """A table for each measure: a row for each D and T, a column for each kernel."""
     names = list(dict.fromkeys(result["name"] for result in results))
     rows = list(dict.fromkeys((result["D"], result["T"]) for result in results))
-    texts = {(result["name"], result["D"], result["T"]): measures(result) for result in results}
-    reasons = {(result["name"], result["D"], result["T"]): result.get("reason") for result in results}
+    found = {(result["name"], result["D"], result["T"]): result for result in results}
     text = f"{flags.tokens:,} tokens, C = {flags.n_embd}. FLOPs are those of the causal half: 7·T·C a token"
     text += f", times the share within documents (mean {flags.documents:,} tokens). " if flags.documents else ". "
     text += "A GB is 2^30 bytes.\n\n"
-    for measure in dict.fromkeys(measure for cell in texts.values() for measure in cell):
+    for measure in dict.fromkeys(measure for result in results for measure in measures(result)):
         table = []
         for D, T in rows:
-            row = [texts.get((name, D, T), {}).get(measure) or reasons.get((name, D, T)) or "" for name in names]
-            table.append([str(D), f"{T:,}", *row])
+            row = [found[name, D, T] for name in names if (name, D, T) in found]  # the last row may be unfinished
+            table.append([str(D), f"{T:,}", *(measures(result).get(measure) or result["reason"] for result in row)])
         text += f"{measure}:\n\n{markdown_table(('D', 'T', *names), table)}\n\n"
     on_chip = device.type == "cuda" and torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor
     if on_chip and not flags.documents:

@@ -120,7 +120,7 @@ def report(profile, config, model_config, log, first):
     peaks = None
     data_size = Distributed(0, world_size, log.device, config.tensor, config.context, config.pipeline).data_size
     # work() counts whole layers, sequences and weights, fused operations in 16 bits, and AdamW with float32 moments
-    whole = data_size == world_size and not is_sharded(config)
+    whole = config.context == 1 and not is_sharded(config)
     adamw = config.optimizer == "adamw" and config.adamw_states == "float32"
     if config.compile and config.autocast != "off" and not config.fp8 and whole and adamw:
         peaks = gpu_peaks(log.device, log.peak_flops and log.peak_flops / world_size)

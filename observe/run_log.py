@@ -23,7 +23,7 @@ from common import flag_file
 from common.cli import UserError
 from common.files import atomic_write, write_json
 from data.shards import dataset_name
-from observe.hardware import environment, peak_memory, peak_tflops
+from observe.hardware import environment, peak_flops, peak_memory
 from observe.log_file import LogFile
 from observe.ranks import RankHistory
 from observe.wandb_page import WandbPage
@@ -52,8 +52,7 @@ class RunLog:
         self.flags = flags
         self.device = device = distributed.device
         self.flops_per_token = flops_per_token
-        peak = config.peak_tflops or peak_tflops(device)
-        self.peak_flops = peak and peak * 1e12 * distributed.world_size
+        self.peak_flops = peak_flops(device, config.peak_tflops) * distributed.world_size
         self.first_step = training["step"] if training else 0
         self.wandb = WandbPage(config)
         kind = "demo" if config.demo else config.model if config.init_from == "scratch" else Path(config.init_from).name

@@ -22,30 +22,25 @@ class WandbPage:
             self._mode = self._online_or_offline()
 
     def _online_or_offline(self):
-        try:  # here, as the import takes a second that --wandb disabled does not need
-            import wandb  # noqa: F401
-        except ImportError as error:
-            self.lose(error)
-            return "disabled"
-        return "online" if self._is_logged_in() else "offline"
-
-    def _is_logged_in(self):
         try:
-            import wandb
+            import wandb  # takes a second; not needed with --wandb disabled
 
             try:
                 if wandb.login(prompt=False):
-                    return True
+                    return "online"
                 problem = "it is not logged in"
             except wandb.errors.AuthenticationError as error:
                 problem = first_line(error)
+        except ImportError as error:
+            self.lose(error)
+            return "disabled"
         except Exception as error:
             self.lose(error, "online")
-            return False
+            return "offline"
         if self._mode == "online":
             login = python_command("-m", "wandb", "login")
             raise UserError(f"wandb cannot be online ({problem}): run `{login}` or use --wandb offline")
-        return False
+        return "offline"
 
     def start(self, folder, facts):
         """Open the page; returns its id, or None without a page.

@@ -22,9 +22,9 @@ import numpy as np
 import pytest
 import torch
 
-from availability import missing_flash4
 from data.shards import write_shard
 from data.tokenizer import END_OF_TEXT
+from kernels import flash4
 from parallel.process_group import Distributed
 
 if not torch.cuda.is_available():
@@ -55,7 +55,7 @@ WORDS = "the man then woman sits down on a chair and starts to read his book whi
 def skip_without_flash4():
     if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
         pytest.skip("needs a Hopper GPU")
-    if reason := missing_flash4():
+    if reason := flash4.missing():
         pytest.skip(reason)
 
 

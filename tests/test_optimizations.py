@@ -3,6 +3,7 @@
 import re
 import sys
 from dataclasses import fields, replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -166,23 +167,23 @@ def test_what_a_device_does_not_have_is_off_and_noted(device, flags, reasons):
 
 
 @pytest.mark.parametrize(
-    "name, capability, backend, sizes, reason",
+    "name, capability, flags, installed, reason",
     [
-        ("B200", (10, 0), "auto", {}, "it is for Hopper, and this is B200"),
-        ("A100", (8, 0), "cudnn", {}, "it is for Hopper, and this is A100"),
-        ("A100", (8, 0), "auto", {}, "it needs --packed_qkv"),
-        ("H200", (9, 0), "auto", dict(n_embd=1280, n_head=16), "a head width of 32, 64, 96 or 128, and it is 80"),
-        ("H200", (9, 0), "auto", {}, "pip install flash-attn-4=="),
-        ("H200", (9, 0), "auto", dict(installed=True), None),
+        ("B200", (10, 0), {}, True, "it is for Hopper, and this is B200"),
+        ("A100", (8, 0), dict(attention_backend="cudnn"), True, "it is for Hopper, and this is A100"),
+        ("A100", (8, 0), {}, True, "it needs --packed_qkv"),
+        ("H200", (9, 0), dict(n_embd=1280, n_head=16), True, "a head width of 32, 64, 96, 128, and it is 80"),
+        ("H200", (9, 0), {}, False, "pip install flash-attn-4=="),
+        ("H200", (9, 0), {}, True, None),
     ],
 )
-def test_where_flash_attention_4_is_available(monkeypatch, name, capability, backend, sizes, reason):
+def test_where_flash_attention_4_is_available(monkeypatch, name, capability, flags, installed, reason):
     pytest.importorskip("cudnn")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
-    installed = sys if sizes.pop("installed", False) else None  # None: its import fails
-    monkeypatch.setitem(sys.modules, "flash_attn.cute.interface", installed)
-    wanted = Config(flash4_backward=True, attention_backend=backend, **sizes)
+    module = SimpleNamespace(_flash_attn_bwd=None) if installed else None  # None: its import fails
+    monkeypatch.setitem(sys.modules, "flash_attn.cute.interface", module)
+    wanted = Config(flash4_backward=True, **flags)
     monkeypatch.setattr(sdpa, "missing", lambda *_: None)
     config, notes = turn_off_unavailable(wanted, Distributed(0, 1, torch.device("cuda")))
     assert config.flash4_backward == (reason is None)

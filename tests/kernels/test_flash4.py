@@ -10,6 +10,7 @@ from test_document_attention import END, compare, random_documents, tokens_of
 from test_model import SIZES
 
 from common.cli import UserError
+from kernels import flash4
 from kernels.documents import find_documents, slots
 from model import GPT, GPTConfig, causal_attention
 
@@ -39,9 +40,6 @@ def reference(q, k, v, out, dout, lse, *, causal, deterministic, dq, dk, dv, **d
 def test_what_the_kernel_gets(monkeypatch, masked):
     module = types.SimpleNamespace(_flash_attn_bwd=reference)
     monkeypatch.setitem(sys.modules, "flash_attn.cute.interface", module)
-    monkeypatch.delitem(sys.modules, "kernels.flash4", raising=False)
-    from kernels import flash4
-
     monkeypatch.setattr(flash4, "WIDTHS", (4,))
     H, D = 2, 4
     idx, _ = tokens_of(ROWS)
