@@ -19,6 +19,7 @@ from common.cli import UserError, given, out_of_memory, parse, run
 from common.device import be_deterministic
 from common.peer_flags import HINTS
 from config import GROUPS, Config, defaults, refuse_unavailable_flags, resolve
+from kernels.documents import find_offsets, move_offsets
 from observe.hardware import environment, flops_per_token, peak_flops, peak_memory
 from observe.measure import SETTLING_STEPS
 from observe.plan import note_lines
@@ -75,10 +76,13 @@ def time_steps(config, distributed):
         print(f"note       {line}")
     trainer = build(config, distributed)
     B, T = config.micro_batch_size, config.seq_len
-    tokens = torch.randint(trainer.model.config.vocab_size, (B, T + 1), device=distributed.device)
-    if config.mask_documents:  # documents of 1,000 tokens, FineWeb-Edu's mean
-        tokens[torch.rand(B, T + 1, device=distributed.device) < 1e-3] = trainer.model.config.vocab_size - 1
-    batch = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+    end_of_text = trainer.model.config.vocab_size - 1
+    tokens = torch.randint(end_of_text, (B, T + 1))
+    tokens[torch.rand(B, T + 1) < 1e-3] = end_of_text  # documents of 1,000 tokens, FineWeb-Edu's mean
+    x, y = (part.contiguous().to(distributed.device) for part in (tokens[:, :-1], tokens[:, 1:]))
+    offsets = None
+    if config.mask_documents:
+        offsets = move_offsets(find_offsets(tokens[:, :-1], end_of_text), distributed.device)
     results = []
     steps = trange(
         SETTLING_STEPS + config.steps, unit="step", leave=False, disable=None if distributed.is_main else True
@@ -86,7 +90,7 @@ def time_steps(config, distributed):
     common.interrupt.end_at_once()  # a KeyboardInterrupt during compilation may abort the process
     with out_of_memory(less_memory(B)):
         for step in steps:
-            results.append(train_step(trainer, config.batch_warmup_steps + step, lambda: batch))
+            results.append(train_step(trainer, config.batch_warmup_steps + step, lambda: (x, y, offsets)))
     if distributed.is_main:
         report(trainer, results)
 

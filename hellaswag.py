@@ -146,13 +146,13 @@ class MultipleChoice:
     def sum_losses(self, losses_of, distributed, title="HellaSwag", stop_signal=None):
         """The loss of each ending, summed over its tokens: (endings of all items,) float64, on every rank.
 
-        losses_of(inputs, targets, positions) returns a loss for each target; the losses of padding are ignored. The
+        losses_of(inputs, targets, at=positions) returns a loss for each target; the losses of padding are ignored. The
         ranks divide the batches. title: of the progress bar. Raises Stopped as batches_of_rank.
         """
         own = []
         for batch in batches_of_rank(self.batches, title, distributed, stop_signal):
-            inputs = (tensor.to(distributed.device, non_blocking=True).long() for tensor in batch[:3])
-            own.append((losses_of(*inputs), batch))
+            x, y, at = (tensor.to(distributed.device, non_blocking=True).long() for tensor in batch[:3])
+            own.append((losses_of(x, y, at=at), batch))
         sums = torch.zeros(len(self.lengths), dtype=torch.float64)
         for values, batch in own:  # a loop of its own: reading the losses waits for the device
             sums.index_add_(0, batch.endings, values[: len(batch.endings)].cpu().double())
@@ -214,9 +214,9 @@ def evaluate_files(flags, distributed):
     bf16 = on_gpu and torch.cuda.is_bf16_supported(including_emulation=False)
     autocast = torch.autocast(distributed.device.type, torch.bfloat16, enabled=bf16)
 
-    def losses_of(inputs, targets, positions):
+    def losses_of(x, y, at):
         with autocast:
-            return model(inputs, targets, reduction="none", at=positions)
+            return model(x, y, reduction="none", at=at)
 
     for path in flags.data or [None]:
         name = "HellaSwag" if path is None else Path(path).stem

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from common.files import read_json
 from common.hub import find_file
-from kernels.documents import NO_BOUNDARIES, document_attention, find_documents, has_varlen_attention
+from kernels.documents import NO_BOUNDARIES, Documents, document_attention, find_hidden, has_varlen_attention
 from kernels.mlp import fused_mlp
 
 # Linear weights that OpenAI's code, and so Hugging Face, stores as (in, out); nn.Linear stores (out, in)
@@ -87,17 +87,14 @@ class CausalSelfAttention(nn.Module):
         B, T, C = *qkv.shape[:2], qkv.size(2) // 3
         n_head = C // self.head_width  # of this rank: --tensor and --context split heads
         # packed_qkv: cuDNN writes the gradients of q, k and v into one (B, T, 3C) tensor, which c_attn's backward reads
-        if self.packed_qkv and past is None:
+        if self.packed_qkv and past is None and documents.hidden is None:
             from kernels.attention import packed_qkv  # needs nvidia-cudnn-frontend
 
-            return self.c_proj(packed_qkv(qkv, n_head, documents.offsets, documents.count, self.flash4_backward)[0])
+            return self.c_proj(packed_qkv(qkv, n_head, documents.offsets, self.flash4_backward)[0])
         # mask_documents: no score between two documents is computed
         if documents.offsets is not None:
-            return self.c_proj(document_attention(qkv, n_head, documents.offsets, documents.count)[0])
-        q, k, v = (
-            part.view(B, T, n_head, self.head_width).transpose(1, 2)  # (B, H, T, C/H)
-            for part in qkv.split(C, dim=2)
-        )
+            return self.c_proj(document_attention(qkv, n_head, documents.offsets)[0])
+        q, k, v = (part.view(B, T, n_head, -1).transpose(1, 2) for part in qkv.split(C, dim=2))  # (B, H, T, C/H)
         k, v, mask = past.append(k, v) if past else (k, v, documents.hidden)
         # flash: one kernel that never writes the (T, T) matrix to memory (Dao et al. 2022)
         if self.flash and mask is None:
@@ -233,11 +230,12 @@ class GPT(nn.Module):
         padding = self.config.table_rows - self.config.vocab_size
         return sum(p.numel() for p in self.parameters()) - padding * self.config.n_embd
 
-    def forward(self, idx, targets=None, reduction="mean", at=None, cache=None):
+    def forward(self, idx, targets=None, offsets=None, reduction="mean", at=None, cache=None):
         """Logits, or with targets their cross-entropy.
 
         idx (B, T) int64. targets (B, T) int64, -1 to ignore a position. The loss is in nats: the mean over all targets,
         or with reduction="none" (B, T), 0 at ignored positions. Without targets: logits (B, T, V) without padding.
+        offsets: with mask_documents, kernels.documents.find_offsets(idx); without them attention takes a (T, T) mask.
         at (N,) int64, indices into idx.flatten(): targets and losses are then (N,), logits (N, V).
         cache, from new_cache(): idx follows the tokens of earlier calls; logits are those of the last position,
         (B, 1, V).
@@ -248,17 +246,18 @@ class GPT(nn.Module):
         if T > self.config.seq_len:
             raise ValueError(f"{T} tokens, but the model has {self.config.seq_len} positions")
         x = self.embed(idx, cache.reserve(T) if cache else torch.arange(T, device=idx.device))
-        documents = self.find_documents(idx, cache)
+        documents = self.find_documents(idx, offsets, cache)
         for layer, block in enumerate(self.transformer.h):
             x = block(x, cache.layers[layer] if cache else None, documents)
         return self.head(x, targets, reduction, at, cache)
 
-    def find_documents(self, idx, cache):
+    def find_documents(self, idx, offsets, cache):
         c = self.config
         if cache or not c.mask_documents:  # with a cache, all tokens belong to one document
             return NO_BOUNDARIES
-        with_offsets = c.packed_qkv or (c.flash and has_varlen_attention(idx.device, c.n_embd // c.n_head))
-        return find_documents(idx, c.vocab_size - 1, with_offsets)
+        if offsets is not None and (c.packed_qkv or c.flash and has_varlen_attention(idx.device, c.n_embd // c.n_head)):
+            return Documents(offsets=offsets)
+        return Documents(hidden=find_hidden(idx, c.vocab_size - 1))
 
     # FSDP's hooks split the compiled graph: embedding, each block, head.
 

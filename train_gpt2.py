@@ -139,8 +139,8 @@ class StepResult:
 def train_step(trainer, step, next_batch, stop_signal=None):
     """Forward and backward over the micro-batches of step `step`, clip, update: a StepResult.
 
-    next_batch(): inputs and targets, (B, T) int64 each. Raises Stopped when there is one rank and a signal arrives
-    between micro-batches: no weight has changed. Several ranks finish the step.
+    next_batch(): as Loader's. Raises Stopped when there is one rank and a signal arrives between micro-batches: no
+    weight has changed. Several ranks finish the step.
     """
     trainer.monitor.start_step()
     config, distributed, scaler = trainer.config, trainer.distributed, trainer.scaler
@@ -154,11 +154,11 @@ def train_step(trainer, step, next_batch, stop_signal=None):
     else:
         for micro_step in range(micro_steps):
             last = micro_step == micro_steps - 1
-            x, y = next_batch()
+            x, y, offsets = next_batch()
             # gradients accumulate: ddp all-reduces them in the last backward, zero2 and zero3 reduce-scatter in each
             with micro_batch(trainer.model, trainer.train_forward, config, last):
                 with trainer.autocast:
-                    loss = trainer.train_forward(x, y) / micro_steps
+                    loss = trainer.train_forward(x, y, offsets) / micro_steps
                 scaler.scale(loss).backward()
             loss_sum += loss.detach()
             if stop_signal and stop_signal.name and world_size == 1 and not last:
@@ -200,7 +200,7 @@ def train(flags, distributed, given_flags):
     notes += resume.changed_data(start, config, data, train_stream.total)
     hellaswag = choice_in_training(config)
     place = (distributed.device, distributed.data_rank, distributed.data_size)
-    loader = Loader(train_stream, config.micro_batch_size, config.seq_len, *place)
+    loader = Loader(train_stream, config.micro_batch_size, config.seq_len, *place, config.mask_documents)
     trainer = build(config, distributed, start.weights, start.sizes)
     if start.resumed:
         resume.restore(start, trainer.model, trainer.optimizer, trainer.scaler, loader, distributed)
@@ -272,9 +272,9 @@ def evaluate_if_due(trainer, step, tokens, val_stream, hellaswag, log, stop_sign
     def due(every):
         return every > 0 and (step % every == 0 or step == config.max_steps)
 
-    def losses_of(x, y, at=None):
+    def losses_of(x, y, offsets=None, at=None):
         with trainer.autocast:
-            return trainer.forward(x, y, reduction="none", at=at)
+            return trainer.forward(x, y, offsets, reduction="none", at=at)
 
     if due(config.val_every):
         began = time.perf_counter()

@@ -9,6 +9,8 @@ import torch
 
 from common.cli import UserError
 from data.shards import identity, open_shards
+from data.tokenizer import END_OF_TEXT
+from kernels.documents import find_offsets, move_offsets
 
 # Shards that are shuffled together. Indexing 8 shards of 100M tokens takes about a second and 1.6 GB of page cache; all
 # of FineWeb-Edu 10BT at once would need 20 GB and a full read before the first step.
@@ -127,12 +129,13 @@ class Loader:
 
     PREFETCH = 4  # micro-batches
 
-    def __init__(self, stream, micro_batch_size, seq_len, device, rank=0, world_size=1):
+    def __init__(self, stream, micro_batch_size, seq_len, device, rank=0, world_size=1, with_offsets=False):
         self.stream = stream
         self.shape = (micro_batch_size, seq_len)
         self.device = torch.device(device)
         self.rank = rank
         self.world_size = world_size
+        self.with_offsets = with_offsets  # of the documents
         self.position = 0  # tokens of the stream that all ranks together have received
         # the thread allocates pinned memory, which belongs to the thread's current GPU: this rank's, not GPU 0
         on_gpu = dict(initializer=torch.cuda.set_device, initargs=(device,)) if self.device.type == "cuda" else {}
@@ -158,16 +161,24 @@ class Loader:
         self.position = state["position"]
 
     def next_batch(self):
-        """The next inputs and targets, each (B, T) int64 on the device. Raises UserError as TokenStream.read."""
+        """(inputs, targets, offsets) on the device: (B, T) int64, (B, T) int64, and those of find_offsets or None.
+
+        Raises UserError as TokenStream.read.
+        """
         size = self.shape[0] * self.shape[1]
         while len(self._prefetched) < self.PREFETCH:
             start = self.position + (len(self._prefetched) * self.world_size + self.rank) * size
             self._prefetched.append(self._thread.submit(self._read, start, size + 1))
         # uint16 from pinned memory: a quarter of int64's bytes, and the copy does not block the host
-        tokens = self._prefetched.popleft().result().to(self.device, non_blocking=True)
+        tokens, offsets = self._prefetched.popleft().result()
+        tokens = tokens.to(self.device, non_blocking=True)
+        offsets = move_offsets(offsets, self.device) if self.with_offsets else None
         self.position += self.world_size * size
-        return tokens[:-1].long().view(self.shape), tokens[1:].long().view(self.shape)
+        return tokens[:-1].long().view(self.shape), tokens[1:].long().view(self.shape), offsets
 
     def _read(self, start, count):
         tokens = torch.from_numpy(self.stream.read(start, count))
-        return tokens.pin_memory() if self.device.type == "cuda" else tokens
+        offsets = find_offsets(tokens[:-1].view(self.shape), END_OF_TEXT) if self.with_offsets else None
+        if self.device.type == "cuda":
+            tokens, offsets = tokens.pin_memory(), offsets.pin_memory() if self.with_offsets else None
+        return tokens, offsets

@@ -19,7 +19,6 @@ import torch
 
 from common.cli import UserError, first_line
 from kernels import flash4
-from kernels.documents import slots
 
 TYPES = {torch.bfloat16: cudnn.data_type.BFLOAT16, torch.float16: cudnn.data_type.HALF}
 
@@ -29,12 +28,11 @@ def packed_qkv(
     qkv: torch.Tensor,
     n_head: int,
     offsets: torch.Tensor | None = None,
-    count: torch.Tensor | None = None,
     flash4_backward: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(y, stats) of causal attention with n_head heads. qkv (B, T, 3C) bf16 or fp16.
 
-    offsets and count, of kernels.documents.Documents: a token attends within its own document.
+    offsets, of kernels.documents.Documents: a token attends within its own document.
     flash4_backward: the backward is FlashAttention-4's, for Hopper; needs flash-attn-4.
     y (B, T, C); stats (B, H, T, 1) float32, with documents (B, T, H): the log-sum-exp of each softmax, for backward.
     Raises UserError where cuDNN does not support the sizes, ValueError for another dtype.
@@ -43,7 +41,7 @@ def packed_qkv(
     B, T, C = *qkv.shape[:2], qkv.size(2) // 3
     y = qkv.new_empty(B, T, C)
     stats = new_stats(qkv, n_head, offsets)
-    execute(B, T, n_head, C // n_head, [*qkv.split(C, dim=2), y, stats], offsets, count)
+    execute(B, T, n_head, C // n_head, [*qkv.split(C, dim=2), y, stats], offsets)
     return y, stats
 
 
@@ -53,7 +51,7 @@ def new_stats(qkv, n_head, offsets):
 
 
 @packed_qkv.register_fake
-def _(qkv, n_head, offsets=None, count=None, flash4_backward=False):
+def _(qkv, n_head, offsets=None, flash4_backward=False):
     B, T, width = qkv.shape
     return qkv.new_empty(B, T, width // 3), new_stats(qkv, n_head, offsets)
 
@@ -66,7 +64,6 @@ def packed_qkv_backward(
     stats: torch.Tensor,
     n_head: int,
     offsets: torch.Tensor | None = None,
-    count: torch.Tensor | None = None,
     flash4_backward: bool = False,
 ) -> torch.Tensor:
     """The gradient of qkv, (B, T, 3C), for dy (B, T, C)."""
@@ -74,28 +71,28 @@ def packed_qkv_backward(
     B, T, C = y.shape
     dqkv = torch.empty_like(qkv)
     if flash4_backward:
-        flash4.backward(dy, qkv, y, stats, n_head, dqkv, None if offsets is None else offsets[: slots(count) + 1])
+        flash4.backward(dy, qkv, y, stats, n_head, dqkv, offsets)
         return dqkv
     tensors = [*qkv.split(C, dim=2), y, stats, dy, *dqkv.split(C, dim=2)]
-    execute(B, T, n_head, C // n_head, tensors, offsets, count, backward=True)
+    execute(B, T, n_head, C // n_head, tensors, offsets, backward=True)
     return dqkv
 
 
 @packed_qkv_backward.register_fake
-def _(dy, qkv, y, stats, n_head, offsets=None, count=None, flash4_backward=False):
+def _(dy, qkv, y, stats, n_head, offsets=None, flash4_backward=False):
     return torch.empty_like(qkv)
 
 
 def save_for_backward(ctx, inputs, output):
-    qkv, ctx.n_head, offsets, count, ctx.flash4_backward = inputs
-    ctx.save_for_backward(qkv, *output, offsets, count)
+    qkv, ctx.n_head, offsets, ctx.flash4_backward = inputs
+    ctx.save_for_backward(qkv, *output, offsets)
     ctx.set_materialize_grads(False)
 
 
 def backward(ctx, dy, _):
-    qkv, y, stats, *documents = ctx.saved_tensors
-    dqkv = packed_qkv_backward(dy.contiguous(), qkv, y, stats, ctx.n_head, *documents, ctx.flash4_backward)
-    return dqkv, None, None, None, None
+    qkv, y, stats, offsets = ctx.saved_tensors
+    dqkv = packed_qkv_backward(dy.contiguous(), qkv, y, stats, ctx.n_head, offsets, ctx.flash4_backward)
+    return dqkv, None, None, None
 
 
 packed_qkv.register_autograd(backward, setup_context=save_for_backward)
@@ -105,15 +102,15 @@ packed_qkv.register_autograd(backward, setup_context=save_for_backward)
 # cuDNN's graphs
 
 
-def execute(B, T, H, D, tensors, offsets, count, backward=False):
+def execute(B, T, H, D, tensors, offsets, backward=False):
     """Run cuDNN's graph for these sizes on the current stream; `plan` gives the tensors' order."""
     if tensors[0].dtype not in TYPES:
         raise ValueError(f"packed_qkv takes bfloat16 or float16, not {tensors[0].dtype}: use autocast")
     device = tensors[0].device
     sequences, ragged = B, 0
     if offsets is not None:
-        sequences, ragged = slots(count), B * T
-        tensors = [*tensors, *ragged_tensors(offsets[: sequences + 1], H, D)]
+        sequences, ragged = len(offsets) - 1, B * T
+        tensors = [*tensors, *ragged_tensors(offsets, H, D)]
     try:
         graph, graph_tensors = plan(sequences, T, H, D, tensors[0].dtype, device, backward, ragged)
     except torch.OutOfMemoryError:
@@ -130,9 +127,15 @@ def execute(B, T, H, D, tensors, offsets, count, backward=False):
 
 def ragged_tensors(offsets, H, D):
     """The tensors of RAGGED for documents at these offsets, in tokens; cuDNN's are in elements of each tensor."""
-    lengths, offsets = offsets.diff(), offsets.long()
-    packed, plain, stats = (offsets * width for width in (3 * H * D, H * D, H))
+    lengths = offsets.diff()
+    packed, plain, stats = offsets * row_widths(H, D, offsets.device)
     return lengths, lengths, packed, packed, packed, plain, stats
+
+
+@functools.cache
+def row_widths(H, D, device):
+    """Elements of a token in (B, T, 3C), (B, T, C) and (B, T, H) tensors, (3, 1) int64."""
+    return torch.tensor([[3 * H * D], [H * D], [H]], device=device)
 
 
 @functools.cache

@@ -10,52 +10,56 @@ FlashAttention takes the documents as one sequence of tokens and the offset of e
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 
 
 class Documents(NamedTuple):
     """The documents of a micro-batch, as attention takes them; without values, each row is one document."""
 
     hidden: torch.Tensor | None = None  # (B, 1, T, T) bool: keys that a query must not see
-    offsets: torch.Tensor | None = None  # (2^n + 1,) int32: each document's first token in the B·T, then B·T to the end
-    count: torch.Tensor | None = None  # () int64, on the host: the number of documents
+    offsets: torch.Tensor | None = None  # (N + 1,) int32, see find_offsets
 
 
 NO_BOUNDARIES = Documents()
 
 
-def find_documents(idx, end_of_text, with_offsets):
-    """The Documents of idx (B, T): `offsets` and `count`, or without with_offsets the mask `hidden`."""
-    first = (idx == end_of_text) | (torch.arange(idx.size(1), device=idx.device) == 0)  # (B, T)
-    if not with_offsets:
-        document = first.cumsum(dim=1)
-        future = torch.ones(idx.size(1), idx.size(1), dtype=torch.bool, device=idx.device).triu(1)
-        return Documents(hidden=((document[:, :, None] != document[:, None, :]) | future)[:, None])
-    return Documents(None, *find_offsets(first))
+def first_tokens(tokens, end_of_text):
+    """(B, T) bool: whether each of the tokens (B, T) is the first of its document."""
+    return (tokens == end_of_text) | (torch.arange(tokens.size(1), device=tokens.device) == 0)
 
 
-# one operator, so that the compiled backward does not recompute it: copying the count to the host synchronizes
-@torch.library.custom_op("gpt2::find_offsets", mutates_args=())
-def find_offsets(first: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(offsets, count) of Documents. first (B, T) bool: the first token of each document.
+def find_hidden(tokens, end_of_text):
+    """`hidden` of Documents for tokens (B, T)."""
+    document = first_tokens(tokens, end_of_text).cumsum(dim=1)
+    T = tokens.size(1)
+    future = torch.ones(T, T, dtype=torch.bool, device=tokens.device).triu(1)
+    return ((document[:, :, None] != document[:, None, :]) | future)[:, None]
 
-    Sized for one document per token, so that all micro-batches have the same shapes and compiled graph.
+
+def find_offsets(tokens, end_of_text):
+    """The first token of each document among the B·T, then B·T to the end: (slots(documents) + 1,) int32.
+
+    tokens (B, T) in host memory: there the number of documents, which a kernel launch needs, is known without waiting
+    for the GPU.
     """
-    offsets = first.flatten().nonzero_static(size=slots(first.numel()) + 1, fill_value=first.numel())
-    return offsets.flatten().int(), first.sum().cpu()
+    starts = first_tokens(tokens, end_of_text).flatten().nonzero().flatten().int()
+    return F.pad(starts, (0, slots(len(starts)) + 1 - len(starts)), value=tokens.numel())
 
 
-@find_offsets.register_fake
-def _(first):
-    offsets = first.new_empty(slots(first.numel()) + 1, dtype=torch.int32)
-    return offsets, torch.empty((), dtype=torch.int64, device="cpu")
+def move_offsets(offsets, device):
+    """The result of find_offsets on a device, marked for torch.compile: one graph for any number of documents."""
+    offsets = offsets.to(device, non_blocking=True)
+    torch._dynamo.mark_dynamic(offsets, 0)
+    return offsets
 
 
 def slots(count):
-    """Number of sequences of a kernel launch: `count` rounded up to a power of two; the extra ones are empty.
+    """Number of sequences of a kernel launch for `count` documents: up to an eighth more, at least 16; those are empty.
 
-    A kernel spends time on each sequence, so B·T sequences are too many, and cuDNN builds a plan for each number.
+    cuDNN builds a plan for each number, and an empty sequence, too, takes a kernel's time.
     """
-    return 1 << (int(count) - 1).bit_length()
+    step = max(16, (1 << count.bit_length()) // 16)
+    return -(-count // step) * step
 
 
 def has_varlen_attention(device, head_width):
@@ -70,23 +74,20 @@ def has_varlen_attention(device, head_width):
 
 
 @torch.library.custom_op("gpt2::document_attention", mutates_args=())
-def document_attention(
-    qkv: torch.Tensor, n_head: int, offsets: torch.Tensor, count: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(y, stats) of causal attention within documents. qkv (B, T, 3C) bf16 or fp16; offsets and count of Documents.
+def document_attention(qkv: torch.Tensor, n_head: int, offsets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(y, stats) of causal attention within documents. qkv (B, T, 3C) bf16 or fp16; offsets of Documents.
 
     y (B, T, C); stats (H, B·T) float32, the log-sum-exp of each softmax, which backward needs.
     """
     B, T, width = qkv.shape
-    starts = offsets[: slots(count) + 1]
     y, stats, *_ = torch.ops.aten._flash_attention_forward(
-        *heads(qkv, n_head), starts, starts, T, T, 0.0, is_causal=True, return_debug_mask=False
+        *heads(qkv, n_head), offsets, offsets, T, T, 0.0, is_causal=True, return_debug_mask=False
     )
     return y.reshape(B, T, width // 3), stats
 
 
 @document_attention.register_fake
-def _(qkv, n_head, offsets, count):
+def _(qkv, n_head, offsets):
     B, T, width = qkv.shape
     return qkv.new_empty(B, T, width // 3), qkv.new_empty(n_head, B * T, dtype=torch.float32)
 
@@ -98,21 +99,20 @@ def document_attention_backward(
     y: torch.Tensor,
     stats: torch.Tensor,
     offsets: torch.Tensor,
-    count: torch.Tensor,
     n_head: int,
 ) -> torch.Tensor:
     """The gradient of qkv, (B, T, 3C), for dy (B, T, C)."""
-    T, starts = qkv.size(1), offsets[: slots(count) + 1]
+    T = qkv.size(1)
     dy, y = (tensor.reshape(-1, n_head, tensor.size(2) // n_head) for tensor in (dy, y))
     dropout = dict(rng_state=torch.zeros(2, dtype=torch.uint64, device=y.device), unused=y.new_empty(0), dropout_p=0.0)
     gradients = torch.ops.aten._flash_attention_backward(
-        dy, *heads(qkv, n_head), y, stats, starts, starts, T, T, is_causal=True, **dropout
+        dy, *heads(qkv, n_head), y, stats, offsets, offsets, T, T, is_causal=True, **dropout
     )
     return torch.stack(gradients, dim=1).view(qkv.shape)
 
 
 @document_attention_backward.register_fake
-def _(dy, qkv, y, stats, offsets, count, n_head):
+def _(dy, qkv, y, stats, offsets, n_head):
     return qkv.new_empty(qkv.shape)
 
 
@@ -122,13 +122,13 @@ def heads(qkv, n_head):
 
 
 def save_for_backward(ctx, inputs, output):
-    qkv, ctx.n_head, offsets, count = inputs
-    ctx.save_for_backward(qkv, *output, offsets, count)
+    qkv, ctx.n_head, offsets = inputs
+    ctx.save_for_backward(qkv, *output, offsets)
     ctx.set_materialize_grads(False)
 
 
 def backward(ctx, dy, _):
-    return document_attention_backward(dy.contiguous(), *ctx.saved_tensors, ctx.n_head), None, None, None
+    return document_attention_backward(dy.contiguous(), *ctx.saved_tensors, ctx.n_head), None, None
 
 
 document_attention.register_autograd(backward, setup_context=save_for_backward)

@@ -22,7 +22,7 @@ from tqdm import tqdm
 from common.cli import UserError, first_line, is_out_of_memory, parse, run
 from common.device import missing_package
 from kernels import flash4
-from kernels.documents import NO_BOUNDARIES, document_attention, find_documents
+from kernels.documents import NO_BOUNDARIES, Documents, document_attention, find_hidden, find_offsets
 from kernels.sdpa import BACKENDS
 from model import GPTConfig, causal_attention
 from observe import figures, roofline
@@ -124,9 +124,9 @@ def attend(name, qkv, H, documents):
     if name in ("packed_qkv", "flash4_backward"):
         from kernels.attention import packed_qkv  # needs nvidia-cudnn-frontend
 
-        return packed_qkv(qkv, H, documents.offsets, documents.count, name == "flash4_backward")[0]
+        return packed_qkv(qkv, H, documents.offsets, name == "flash4_backward")[0]
     if documents.offsets is not None:
-        return document_attention(qkv, H, documents.offsets, documents.count)[0]
+        return document_attention(qkv, H, documents.offsets)[0]
     q, k, v = (part.unflatten(2, (H, -1)).transpose(1, 2) for part in qkv.chunk(3, dim=2))  # (B, H, T, D)
     if name == "written out":
         return causal_attention(q, k, v, documents.hidden)
@@ -164,9 +164,10 @@ def measure(name, D, T, flags, device):
     documents, share = NO_BOUNDARIES, 1.0
     if flags.documents:
         starts = torch.rand(B, T, generator=torch.Generator().manual_seed(T)) < 1 / flags.documents
-        _, offsets, _ = find_documents(starts, True, with_offsets=True)
+        offsets = find_offsets(starts, True)
         share = (offsets.diff().double() ** 2).sum().item() / (flags.tokens * T)
-        documents = find_documents(starts.to(device), True, device.type == "cuda" and name != "written out")
+        masked = device.type != "cuda" or name == "written out"
+        documents = Documents(find_hidden(starts.to(device), True)) if masked else Documents(offsets=offsets.to(device))
     dtype = dtype_of_activations(device)
     qkv = torch.randn(B, T, 3 * C, device=device, dtype=dtype, requires_grad=True)
 

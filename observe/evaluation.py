@@ -9,7 +9,8 @@ import torch
 from common.cli import Note, UserError
 from common.progress import progress
 from common.signals import Stopped
-from data.tokenizer import token_bytes
+from data.tokenizer import END_OF_TEXT, token_bytes
+from kernels.documents import find_offsets, move_offsets
 
 SLOW_DEVICE_ITEMS = 32  # GPT-2 124M takes 0.3 s an item on two CPU cores, 50 minutes for all
 
@@ -48,19 +49,20 @@ def validation_sequences(stream, config):
 def validation_loss(losses_of, stream, config, distributed, stop_signal=None):
     """Mean loss in nats per token over the first val_tokens of the stream, or all, in whole sequences, at least one.
 
-    losses_of(x, y): each token's loss, (B, T), 0 where y is -1. The tokens are the same for any batch size, micro-batch
-    size and number of ranks. Raises Stopped as batches_of_rank.
+    losses_of(x, y, offsets): each token's loss, (B, T), 0 where y is -1; offsets as GPT.forward takes them. The tokens
+    are the same for any batch size, micro-batch size and number of ranks. Raises Stopped as batches_of_rank.
     """
     B, T, device = config.micro_batch_size, config.seq_len, distributed.device
     sequences = validation_sequences(stream, config)
     sums = []
     for first in batches_of_rank(range(0, sequences, B), "validation", distributed, stop_signal):
         n = min(B, sequences - first)
-        tokens = torch.from_numpy(stream.read(first * T, n * T + 1)).to(device).long()
-        x = torch.zeros((B, T), dtype=torch.long, device=device)
+        tokens = torch.from_numpy(stream.read(first * T, n * T + 1)).long()
+        x = torch.zeros((B, T), dtype=torch.long)
         y = torch.full_like(x, -1)  # rows after the last sequence have no targets and no loss
         x[:n], y[:n] = tokens[:-1].view(n, T), tokens[1:].view(n, T)
-        sums.append(losses_of(x, y).float().sum())
+        offsets = move_offsets(find_offsets(x, END_OF_TEXT), device) if config.mask_documents else None
+        sums.append(losses_of(x.to(device), y.to(device), offsets).float().sum())
     total = torch.stack(sums).cpu().double().sum() if sums else 0.0
     return distributed.all_reduce(total)[0] / distributed.tensor / (sequences * T)
 

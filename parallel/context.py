@@ -68,8 +68,8 @@ def split(model, config, distributed):
         """This rank's part of x (..., T) in training."""
         return x.chunk(size, dim=-1)[rank].contiguous() if torch.is_grad_enabled() else x
 
-    def own_targets(idx, targets=None, **options):
-        return (idx, targets if targets is None else own_tokens(targets)), options
+    def own_targets(idx, targets=None, *others, **options):
+        return (idx, targets if targets is None else own_tokens(targets), *others), options
 
     def tokens_to_heads(module, inputs, qkv):
         if torch.is_grad_enabled():

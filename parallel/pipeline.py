@@ -146,23 +146,23 @@ class Stage(nn.Module):
         # torch.compile keeps 8 graphs of one function; evaluations need four for each stage
         self.compile_evaluations = model.flags.stages_per_rank == 1
 
-    def forward(self, x, idx=None, targets=None, reduction="mean", at=None, cache=None):
+    def forward(self, x, idx=None, targets=None, offsets=None, reduction="mean", at=None, cache=None):
         """x: the previous stage's output (B, T, C); anything on the first stage. The others are as GPT.forward's.
-        Without idx, in training, idx and targets are the next of self.micro_batches.
+        Without idx, in training, idx, targets and offsets are the next of self.micro_batches.
 
         Returns this stage's output; on the last stage what GPT.forward returns.
         """
         if idx is None:
-            idx, targets = next(self.micro_batches)
+            idx, targets, offsets = next(self.micro_batches)
         compiled = not cache and (self.compile_evaluations or torch.is_grad_enabled())
         with copy(self.autocast):  # evaluations are inside it already, and an autocast is not reentrant
             compute = self.compiled if compiled else self.compute
-            return compute(x, idx, targets, reduction, at, cache)
+            return compute(x, idx, targets, offsets, reduction, at, cache)
 
-    def compute(self, x, idx, targets, reduction, at, cache):
+    def compute(self, x, idx, targets, offsets, reduction, at, cache):
         if self.first:
             x = self.embed(idx, cache.positions if cache else torch.arange(idx.size(1), device=idx.device))
-        documents = self.find_documents(idx, cache)
+        documents = self.find_documents(idx, offsets, cache)
         for layer, block in zip(self.layers, self.blocks):
             x = block(x, cache.layers[layer] if cache else None, documents)
         return self.head(x, targets, reduction, at, cache) if self.last else x
@@ -236,7 +236,7 @@ class Pipeline(GPT):
         micro_batches = [next_batch() for _ in range(micro_steps)]
         for stage in self.stages:  # the schedule passes x alone, and each stage takes the micro-batches in order
             stage.micro_batches = iter(micro_batches)
-        idx, targets = map(torch.cat, zip(*micro_batches))  # (M·B, T)
+        idx, targets = (torch.cat(parts) for parts in list(zip(*micro_batches))[:2])  # (M·B, T)
         losses = []
         with tensor.loss(self.flags):
             inputs = [idx] if self.has_embedding else []
@@ -279,7 +279,7 @@ class Pipeline(GPT):
     # ---- evaluation
 
     @torch.no_grad()
-    def forward(self, idx, targets=None, reduction="mean", at=None, cache=None):
+    def forward(self, idx, targets=None, offsets=None, reduction="mean", at=None, cache=None):
         """As GPT.forward, without gradients. A collective: the ranks of a pipeline pass the same arguments.
 
         With targets the last stage returns the loss, other ranks zeros. Without, all return float32 logits.
@@ -291,7 +291,7 @@ class Pipeline(GPT):
             if not stage.first:
                 x = torch.empty(*idx.shape, self.config.n_embd, dtype=self.dtype, device=idx.device)
                 dist.recv(x, group=self.group, group_src=(self.rank - 1) % self.size)
-            x = stage(x, idx, targets, reduction, at, cache)
+            x = stage(x, idx, targets, offsets, reduction, at, cache)
             if not stage.last:
                 dist.send(x, group=self.group, group_dst=(self.rank + 1) % self.size)
         if targets is not None:

@@ -75,7 +75,7 @@ def losses(**flags):
 
         def next_batch(parts=parts):
             part = next(parts)
-            return part[:, :-1].contiguous(), part[:, 1:].contiguous()
+            return part[:, :-1].contiguous(), part[:, 1:].contiguous(), None
 
         found.append(train_step(trainer, step, next_batch).loss)
     return found

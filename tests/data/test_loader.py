@@ -106,7 +106,7 @@ def collect(corpus, micro_batch_size, world_size, steps, start=None):
     xs, ys = [], []
     for _ in range(steps * 24 // (micro_batch_size * world_size)):
         for loader in loaders:
-            x, y = loader.next_batch()
+            x, y, _ = loader.next_batch()
             assert x.shape == y.shape == (micro_batch_size, 16) and x.dtype == y.dtype == torch.int64
             xs.append(x)
             ys.append(y)

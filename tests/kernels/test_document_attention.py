@@ -4,8 +4,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from test_model import SIZES, batch, loss_and_gradients, tiny
+from torch._dynamo.testing import CompileCounterWithBackend
 
-from kernels.documents import document_attention, find_documents, find_offsets, slots
+from kernels.documents import document_attention, find_hidden, find_offsets, move_offsets, slots
 from model import GPT, GPTConfig, causal_attention
 from optimizations import saved_operators
 from parallel.activation_checkpointing import checkpoint_activations
@@ -94,23 +95,26 @@ def test_a_cache_continues_one_document():
 def test_offsets_are_those_of_the_mask(rows):
     x, _ = tokens_of(rows)
     starts = [24 * row + column for row, columns in enumerate(rows) for column in (0, *columns)]
-    _, offsets, count = find_documents(x, END, with_offsets=True)
-    assert count == len(starts) and offsets.dtype == torch.int32
-    assert offsets.tolist() == starts + [72] * (129 - len(starts))  # 128: a power of two of at least a document a token
-    bounds = offsets[: slots(count) + 1]
-    assert len(bounds) > count and bounds[-1] == 72  # no document is dropped
-    document = torch.searchsorted(bounds, torch.arange(72), right=True).view(3, 24)
+    offsets = find_offsets(x, END)
+    assert offsets.dtype == torch.int32
+    assert offsets.tolist() == starts + [72] * (slots(len(starts)) + 1 - len(starts))
+    document = torch.searchsorted(offsets, torch.arange(72), right=True).view(3, 24)
     same = document[:, :, None] == document[:, None, :]
-    assert torch.equal(~find_documents(x, END, with_offsets=False).hidden[:, 0], same.tril())
-
-
-def test_registration_of_the_offsets():
-    checks = ("test_schema", "test_faketensor", "test_aot_dispatch_static")
-    torch.library.opcheck(find_offsets, (torch.rand(3, 24) < 0.3,), test_utils=checks)
+    assert torch.equal(~find_hidden(x, END)[:, 0], same.tril())
 
 
 def test_slots():
-    assert [slots(torch.tensor(n)) for n in (1, 2, 3, 64, 65, 129)] == [1, 2, 4, 64, 128, 256]
+    counts = (1, 16, 17, 129, 256, 257, 5000)
+    assert [slots(n) for n in counts] == [16, 16, 32, 144, 256, 288, 5120]
+
+
+def test_one_graph_for_any_number_of_documents():
+    counter = CompileCounterWithBackend("aot_eager")
+    forward = torch.compile(tiny(mask_documents=True), dynamic=False, fullgraph=True, backend=counter)
+    for columns in ([], [5], list(range(1, 24))):
+        x, y = tokens_of([columns, [], columns])
+        forward(x, y, move_offsets(find_offsets(x, END), "cpu")).backward()
+    assert counter.frame_count == 1
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -150,11 +154,10 @@ def compare(attention, idx, heads, width, dtype, tolerance):
     leaf = torch.randn(B, T, 3 * heads * width, device="cuda").to(dtype).requires_grad_()
     exact = leaf.detach().double().requires_grad_()
     dy = torch.randn(B, T, heads * width, device="cuda").to(dtype)
-    _, offsets, count = find_documents(idx, END, with_offsets=True)
-    y, _ = attention(leaf, heads, offsets, count)
+    y, _ = attention(leaf, heads, find_offsets(idx.cpu(), END).cuda())
     y.backward(dy)
     q, k, v = (part.unflatten(2, (heads, width)).transpose(1, 2) for part in exact.chunk(3, dim=2))
-    hidden = find_documents(idx, END, with_offsets=False).hidden
+    hidden = find_hidden(idx, END)
     expected = causal_attention(q, k, v, hidden).transpose(1, 2).flatten(2)
     expected.backward(dy.double())
     assert leaf.grad.isfinite().all()
@@ -168,10 +171,10 @@ def test_registration_of_the_kernels(kernel):
     """Shapes, dtypes and strides of the fake kernels, and no output aliases an input."""
     attention = attention_on_gpu(kernel)
     checks = ("test_schema", "test_faketensor", "test_autograd_registration")
-    _, offsets, count = find_documents(random_documents(2, 64), END, with_offsets=True)
+    offsets = find_offsets(random_documents(2, 64).cpu(), END).cuda()
     qkv = torch.randn(2, 64, 3 * 128, device="cuda").bfloat16()
     for leaf in (qkv, qkv.clone().requires_grad_()):
-        torch.library.opcheck(attention, (leaf, 2, offsets, count), test_utils=checks)
+        torch.library.opcheck(attention, (leaf, 2, offsets), test_utils=checks)
 
 
 @needs_gpu
@@ -187,9 +190,10 @@ def test_model_on_gpu(kernel, compiled):
         forward = torch.compile(model, dynamic=False, fullgraph=True) if compiled else model
         for rows in ROWS.values():  # one graph for all of them
             torch.manual_seed(0)
-            x, y = (tensor.cuda() for tensor in tokens_of(rows))
+            x, y = tokens_of(rows)
+            offsets = move_offsets(find_offsets(x, END), "cuda")
             with torch.autocast("cuda", torch.bfloat16):
-                loss = forward(x, y)
+                loss = forward(x.cuda(), y.cuda(), offsets)
             loss.backward()
             losses.append(loss.item())
         gradients.append([parameter.grad for parameter in model.parameters()])

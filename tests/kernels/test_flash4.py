@@ -11,7 +11,7 @@ from test_model import SIZES
 
 from common.cli import UserError
 from kernels import flash4
-from kernels.documents import find_documents, slots
+from kernels.documents import find_hidden, find_offsets, move_offsets
 from model import GPT, GPTConfig, causal_attention
 
 ROWS = [[5, 6, 17], [], [9]]  # columns at which the documents of each row begin, besides the first
@@ -50,9 +50,7 @@ def test_what_the_kernel_gets(monkeypatch, masked):
     bounds = None
     stats = (q @ k.mT / D**0.5).masked_fill(hidden, -torch.inf).logsumexp(3, keepdim=True)  # (B, H, T, 1)
     if masked:
-        hidden = find_documents(idx, END, with_offsets=False).hidden
-        _, offsets, count = find_documents(idx, END, with_offsets=True)
-        bounds = offsets[: slots(count) + 1]
+        hidden, bounds = find_hidden(idx, END), find_offsets(idx, END)
         assert bounds[-2] == bounds[-1]  # an empty document
         stats = (q @ k.mT / D**0.5).masked_fill(hidden, -torch.inf).logsumexp(3).transpose(1, 2)  # (B, T, H)
     y = causal_attention(q, k, v, hidden).transpose(1, 2).flatten(2)
@@ -77,7 +75,7 @@ def test_kernel_against_float64(B, T, heads, width, dtype, tolerance):
     for documents in (idx, torch.full_like(idx, END), no_boundaries):
         compare(lambda *inputs: packed_qkv(*inputs, flash4_backward=True), documents, heads, width, dtype, tolerance)
 
-    def without_documents(qkv, n_head, offsets, count):
+    def without_documents(qkv, n_head, offsets):
         return packed_qkv(qkv, n_head, flash4_backward=True)
 
     compare(without_documents, no_boundaries, heads, width, dtype, tolerance)
@@ -87,7 +85,9 @@ def test_kernel_against_float64(B, T, heads, width, dtype, tolerance):
 def test_compiled_model_twice(masked):
     """Its gradients are the model's own, and with deterministic algorithms the same bits each time."""
     skip_without_flash4()
-    x, y = (tensor.cuda() for tensor in tokens_of(ROWS))
+    idx, y = tokens_of(ROWS)
+    offsets = move_offsets(find_offsets(idx, END), "cuda")
+    x, y = idx.cuda(), y.cuda()
     sizes = SIZES | dict(n_embd=128, n_head=2, mask_documents=masked)
     gradients = []
     torch.use_deterministic_algorithms(True)
@@ -96,7 +96,7 @@ def test_compiled_model_twice(masked):
             torch.manual_seed(1)
             model = GPT(GPTConfig(**sizes, **options)).cuda()
             with torch.autocast("cuda", torch.bfloat16):
-                loss = torch.compile(model, dynamic=False, fullgraph=True)(x, y)
+                loss = torch.compile(model, dynamic=False, fullgraph=True)(x, y, offsets if masked else None)
             loss.backward()
             gradients.append(torch.cat([parameter.grad.flatten() for parameter in model.parameters()]))
     finally:
@@ -113,11 +113,10 @@ def test_registration():
 
     checks = ("test_schema", "test_faketensor", "test_autograd_registration")
     idx = random_documents(2, 64)
-    _, offsets, count = find_documents(idx, END, with_offsets=True)
-    for documents in ((None, None), (offsets, count)):
+    for offsets in (None, find_offsets(idx.cpu(), END).cuda()):
         qkv = torch.randn(2, 64, 3 * 128, device="cuda").bfloat16()
-        torch.library.opcheck(packed_qkv, (qkv.requires_grad_(), 2, *documents, True), test_utils=checks)
+        torch.library.opcheck(packed_qkv, (qkv.requires_grad_(), 2, offsets, True), test_utils=checks)
         with torch.no_grad():
-            y, stats = packed_qkv(qkv, 2, *documents)
-            inputs = (torch.randn_like(y), qkv.detach(), y, stats, 2, *documents, True)
+            y, stats = packed_qkv(qkv, 2, offsets)
+            inputs = (torch.randn_like(y), qkv.detach(), y, stats, 2, offsets, True)
             torch.library.opcheck(packed_qkv_backward, inputs, test_utils=checks)

@@ -7,7 +7,7 @@ import torch
 from conftest import expect_error
 from test_figures import FACTS, draw
 
-from kernels.documents import NO_BOUNDARIES, find_documents
+from kernels.documents import NO_BOUNDARIES, Documents, find_hidden
 from observe import attention, figures
 
 SMALL = "--device cpu --tokens 64 --lengths 16 32 --widths 8 --n_embd 16 --repeats 1 --run_name side_by_side".split()
@@ -39,7 +39,7 @@ def test_within_documents():
     results = [attention.measure(name, 8, 32, flags, cpu) for name in attention.candidates(cpu, flags)]
     assert results[0]["share"] == results[1]["share"] < 0.9
     starts = torch.rand(2, 32) < 0.2
-    documents = find_documents(starts, True, with_offsets=False)
+    documents = Documents(find_hidden(starts, True))
     qkv = torch.randn(2, 32, 48)
     written_out, fused = (attention.attend(name, qkv, 2, documents) for name in attention.candidates(cpu, flags))
     torch.testing.assert_close(written_out, fused)
