@@ -138,7 +138,6 @@ OPTIMIZATIONS = (
         "with packed_qkv on Hopper: FlashAttention-4's backward",
         needs=availability.flash_attention_4,
         in_model=True,
-        default=False,
     ),
     switch(
         "mask_documents",

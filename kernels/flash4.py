@@ -6,11 +6,14 @@ to pack them. The function below it, which is called here, writes them to stride
 https://github.com/Dao-AILab/flash-attention/tree/main/flash_attn/cute
 """
 
+import os
+
 import torch
 
 from common.cli import UserError, first_line
 
-PACKAGES = "flash-attn-4==4.0.0b16 nvidia-cutlass-dsl==4.5.2 quack-kernels==0.5.0"  # betas: later releases may not fit
+# The package compiles its kernels at their first use, for 8 s; with this it keeps them on disk
+os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
 # Between these the kernels disagree on the layout of a buffer, and the gradient of q is wrong
 WIDTHS = (32, 64, 96, 128)
 
@@ -20,7 +23,7 @@ def missing():
     try:
         from flash_attn.cute.interface import _flash_attn_bwd  # noqa: F401
     except Exception as error:  # releases that do not fit each other raise various errors
-        return f"flash-attn-4 cannot be imported ({first_line(error)}): pip install {PACKAGES}"
+        return f"flash-attn-4 cannot be imported ({first_line(error)}): pip install -r requirements.txt"
 
 
 def backward(dy, qkv, y, stats, n_head, dqkv, offsets=None):

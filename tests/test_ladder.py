@@ -40,7 +40,7 @@ def test_the_first_rung_has_everything_off_and_the_last_the_command_line():
 
 
 def test_rungs_by_name():
-    off = ("flash4_backward", "mask_documents", "fp8", "fp8_head")  # by default
+    off = ("mask_documents", "fp8", "fp8_head")  # by default
     everything = ladder.choose_rungs("all", 8, Config(**dict.fromkeys(off, True)))
     assert [names[0] for names in everything[:-3]] == list(RUNGS)[:-1]
     assert [names for names in everything if names[0] not in off] == ladder.choose_rungs("all", 8, Config())

@@ -173,7 +173,7 @@ def test_what_a_device_does_not_have_is_off_and_noted(device, flags, reasons):
         ("A100", (8, 0), dict(attention_backend="cudnn"), True, "it is for Hopper, and this is A100"),
         ("A100", (8, 0), {}, True, "it needs --packed_qkv"),
         ("H200", (9, 0), dict(n_embd=1280, n_head=16), True, "a head width of 32, 64, 96, 128, and it is 80"),
-        ("H200", (9, 0), {}, False, "pip install flash-attn-4=="),
+        ("H200", (9, 0), {}, False, "pip install -r requirements.txt"),
         ("H200", (9, 0), {}, True, None),
     ],
 )
