@@ -146,3 +146,11 @@ def test_an_error_in_the_thread_reaches_next_batch(corpus, monkeypatch):
     monkeypatch.setattr(loader.stream, "read", lambda *_: (_ for _ in ()).throw(OSError("the disk is gone")))
     with pytest.raises(OSError, match="the disk is gone"):
         loader.next_batch()
+
+
+def test_offsets_of_the_documents_in_each_micro_batch(corpus):
+    loader = Loader(TokenStream(open_shards(corpus, "train"), seed=1, shuffle=True), 4, 16, "cpu", with_offsets=True)
+    for _ in range(3):
+        x, _, offsets = loader.next_batch()
+        starts = [i for i, token in enumerate(x.flatten().tolist()) if token == END_OF_TEXT or i % 16 == 0]
+        assert offsets.tolist()[: len(starts) + 1] == [*starts, 64] and len(starts) > 4

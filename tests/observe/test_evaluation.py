@@ -17,7 +17,7 @@ from parallel.process_group import Distributed
 
 def test_validation_has_the_same_tokens_for_every_batch_and_number_of_ranks(corpus):
     stream, model = TokenStream(open_shards(corpus, "val")), GPT(GPTConfig(seq_len=32, n_layer=1, n_head=1, n_embd=16))
-    losses_of = lambda x, y: model(x, y, reduction="none")  # noqa: E731
+    losses_of = lambda x, y, _: model(x, y, reduction="none")  # noqa: E731
     tokens = torch.from_numpy(stream.read(0, 400)).long()
     for val_tokens, sequences in ((1, 1), (250, 7), (10**9, 12)):  # whole sequences of the 400 tokens
         n = sequences * 32

@@ -41,8 +41,8 @@ for per_rank, layers in ((1, [[0, 1, 2], [3, 4]]), (2, [[0, 2, 3], [1, 4]])):
     own = dict(stages.model.named_parameters())
     assert {int(name.split(".")[2]) for name in own if ".h." in name} == set(layers[distributed.rank]), own.keys()
     for step in range(10):
-        batches = list(torch.randint(128, (4, 2, 2, 8)))
-        losses = [whole.model(x, y) / 4 for x, y in batches]
+        batches = [(x, y, None) for x, y in torch.randint(128, (4, 2, 2, 8))]
+        losses = [whole.model(*batch) / 4 for batch in batches]
         sum(losses).backward()
         norm = torch.nn.utils.clip_grad_norm_(whole.model.parameters(), 1.0)
         whole.optimizer.step()
@@ -55,11 +55,11 @@ for per_rank, layers in ((1, [[0, 1, 2], [3, 4]]), (2, [[0, 2, 3], [1, 4]])):
         if name in own and not name.endswith("c_attn.bias"):
             torch.testing.assert_close(full(own[name]), weight.detach(), rtol=1e-3, atol=1e-4, msg=name)
 
-    x, y = batches[0]
+    x, y, _ = batches[0]
     caches = [trainer.model.new_cache(8) for trainer in (stages, whole)]
     with torch.no_grad(), fsdp.gathered(stages.model, config):
         at = torch.tensor([3, 11])
-        losses = [trainer.forward(x, y.flatten()[at], "none", at) for trainer in (stages, whole)]
+        losses = [trainer.forward(x, y.flatten()[at], reduction="none", at=at) for trainer in (stages, whole)]
         tokens = [[trainer.model(part, cache=cache) for part in (x[:, :5], x[:, 5:6])]
                   for trainer, cache in zip((stages, whole), caches)]
     torch.testing.assert_close(losses[0], losses[1] * distributed.rank, rtol=1e-4, atol=1e-4)  # rank 1 has the head
