@@ -118,6 +118,8 @@ def flash_attention_4(config, distributed):
     """The row before has turned packed_qkv off where it is unavailable."""
     if not config.packed_qkv:
         return "it needs --packed_qkv"
+    if config.attention_backend == "cudnn":
+        return "--attention_backend cudnn takes its place"
     if torch.cuda.get_device_capability(distributed.device)[0] != 9:
         return f"it is for Hopper, and this is {torch.cuda.get_device_name(distributed.device)}"
     if (width := head_width(config)) not in flash4.WIDTHS:

@@ -19,6 +19,7 @@ from common.cli import UserError, given, out_of_memory, parse, run
 from common.device import be_deterministic
 from common.peer_flags import HINTS
 from config import GROUPS, Config, defaults, refuse_unavailable_flags, resolve
+from data.tokenizer import END_OF_TEXT
 from kernels.documents import find_offsets, move_offsets
 from observe.hardware import environment, flops_per_token, peak_flops, peak_memory
 from observe.measure import SETTLING_STEPS
@@ -76,13 +77,10 @@ def time_steps(config, distributed):
         print(f"note       {line}")
     trainer = build(config, distributed)
     B, T = config.micro_batch_size, config.seq_len
-    end_of_text = trainer.model.config.vocab_size - 1
-    tokens = torch.randint(end_of_text, (B, T + 1))
-    tokens[torch.rand(B, T + 1) < 1e-3] = end_of_text  # documents of 1,000 tokens, FineWeb-Edu's mean
+    tokens = torch.randint(END_OF_TEXT, (B, T + 1))
+    tokens[torch.rand(B, T + 1) < 1e-3] = END_OF_TEXT  # documents of 1,000 tokens, FineWeb-Edu's mean
+    offsets = move_offsets(find_offsets(tokens[:, :-1], END_OF_TEXT), distributed.device)
     x, y = (part.contiguous().to(distributed.device) for part in (tokens[:, :-1], tokens[:, 1:]))
-    offsets = None
-    if config.mask_documents:
-        offsets = move_offsets(find_offsets(tokens[:, :-1], end_of_text), distributed.device)
     results = []
     steps = trange(
         SETTLING_STEPS + config.steps, unit="step", leave=False, disable=None if distributed.is_main else True

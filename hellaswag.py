@@ -24,7 +24,8 @@ from common.cli import UserError, first_line, out_of_memory, parse, run
 from common.files import check_fields, open_regular, parse_json
 from common.hub import check_hub, hub_errors
 from common.progress import progress
-from data.tokenizer import get_tokenizer
+from data.tokenizer import END_OF_TEXT, get_tokenizer
+from kernels.documents import find_offsets, move_offsets
 from observe.evaluation import batches_of_rank
 from parallel import process_group
 
@@ -146,13 +147,14 @@ class MultipleChoice:
     def sum_losses(self, losses_of, distributed, title="HellaSwag", stop_signal=None):
         """The loss of each ending, summed over its tokens: (endings of all items,) float64, on every rank.
 
-        losses_of(inputs, targets, at=positions) returns a loss for each target; the losses of padding are ignored. The
+        losses_of(inputs, targets, offsets, positions) returns a loss for each target; those of padding are ignored. The
         ranks divide the batches. title: of the progress bar. Raises Stopped as batches_of_rank.
         """
         own = []
         for batch in batches_of_rank(self.batches, title, distributed, stop_signal):
             x, y, at = (tensor.to(distributed.device, non_blocking=True).long() for tensor in batch[:3])
-            own.append((losses_of(x, y, at=at), batch))
+            offsets = move_offsets(find_offsets(batch.inputs, END_OF_TEXT), distributed.device)
+            own.append((losses_of(x, y, offsets, at), batch))
         sums = torch.zeros(len(self.lengths), dtype=torch.float64)
         for values, batch in own:  # a loop of its own: reading the losses waits for the device
             sums.index_add_(0, batch.endings, values[: len(batch.endings)].cpu().double())
@@ -214,9 +216,9 @@ def evaluate_files(flags, distributed):
     bf16 = on_gpu and torch.cuda.is_bf16_supported(including_emulation=False)
     autocast = torch.autocast(distributed.device.type, torch.bfloat16, enabled=bf16)
 
-    def losses_of(x, y, at):
+    def losses_of(x, y, offsets, at):
         with autocast:
-            return model(x, y, reduction="none", at=at)
+            return model(x, y, offsets, reduction="none", at=at)
 
     for path in flags.data or [None]:
         name = "HellaSwag" if path is None else Path(path).stem

@@ -255,7 +255,8 @@ class GPT(nn.Module):
         c = self.config
         if cache or not c.mask_documents:  # with a cache, all tokens belong to one document
             return NO_BOUNDARIES
-        if offsets is not None and (c.packed_qkv or c.flash and has_varlen_attention(idx.device, c.n_embd // c.n_head)):
+        varlen = c.packed_qkv or (c.flash and has_varlen_attention(idx.device, c.n_embd // c.n_head))
+        if varlen and offsets is not None:
             return Documents(offsets=offsets)
         return Documents(hidden=find_hidden(idx, c.vocab_size - 1))
 

@@ -139,7 +139,7 @@ class StepResult:
 def train_step(trainer, step, next_batch, stop_signal=None):
     """Forward and backward over the micro-batches of step `step`, clip, update: a StepResult.
 
-    next_batch(): as Loader's. Raises Stopped when there is one rank and a signal arrives between micro-batches: no
+    next_batch: Loader.next_batch. Raises Stopped when there is one rank and a signal arrives between micro-batches: no
     weight has changed. Several ranks finish the step.
     """
     trainer.monitor.start_step()
@@ -200,7 +200,7 @@ def train(flags, distributed, given_flags):
     notes += resume.changed_data(start, config, data, train_stream.total)
     hellaswag = choice_in_training(config)
     place = (distributed.device, distributed.data_rank, distributed.data_size)
-    loader = Loader(train_stream, config.micro_batch_size, config.seq_len, *place, config.mask_documents)
+    loader = Loader(train_stream, config.micro_batch_size, config.seq_len, *place)
     trainer = build(config, distributed, start.weights, start.sizes)
     if start.resumed:
         resume.restore(start, trainer.model, trainer.optimizer, trainer.scaler, loader, distributed)

@@ -129,13 +129,12 @@ class Loader:
 
     PREFETCH = 4  # micro-batches
 
-    def __init__(self, stream, micro_batch_size, seq_len, device, rank=0, world_size=1, with_offsets=False):
+    def __init__(self, stream, micro_batch_size, seq_len, device, rank=0, world_size=1):
         self.stream = stream
         self.shape = (micro_batch_size, seq_len)
         self.device = torch.device(device)
         self.rank = rank
         self.world_size = world_size
-        self.with_offsets = with_offsets  # of the documents
         self.position = 0  # tokens of the stream that all ranks together have received
         # the thread allocates pinned memory, which belongs to the thread's current GPU: this rank's, not GPU 0
         on_gpu = dict(initializer=torch.cuda.set_device, initargs=(device,)) if self.device.type == "cuda" else {}
@@ -161,7 +160,7 @@ class Loader:
         self.position = state["position"]
 
     def next_batch(self):
-        """(inputs, targets, offsets) on the device: (B, T) int64, (B, T) int64, and those of find_offsets or None.
+        """(inputs, targets, offsets) on the device: (B, T) int64 each, and the offsets of the documents in the inputs.
 
         Raises UserError as TokenStream.read.
         """
@@ -169,16 +168,14 @@ class Loader:
         while len(self._prefetched) < self.PREFETCH:
             start = self.position + (len(self._prefetched) * self.world_size + self.rank) * size
             self._prefetched.append(self._thread.submit(self._read, start, size + 1))
-        # uint16 from pinned memory: a quarter of int64's bytes, and the copy does not block the host
         tokens, offsets = self._prefetched.popleft().result()
+        # uint16 from pinned memory: a quarter of int64's bytes, and the copy does not block the host
         tokens = tokens.to(self.device, non_blocking=True)
-        offsets = move_offsets(offsets, self.device) if self.with_offsets else None
         self.position += self.world_size * size
-        return tokens[:-1].long().view(self.shape), tokens[1:].long().view(self.shape), offsets
+        inputs, targets = tokens[:-1].long().view(self.shape), tokens[1:].long().view(self.shape)
+        return inputs, targets, move_offsets(offsets, self.device)
 
     def _read(self, start, count):
         tokens = torch.from_numpy(self.stream.read(start, count))
-        offsets = find_offsets(tokens[:-1].view(self.shape), END_OF_TEXT) if self.with_offsets else None
-        if self.device.type == "cuda":
-            tokens, offsets = tokens.pin_memory(), offsets.pin_memory() if self.with_offsets else None
-        return tokens, offsets
+        offsets = find_offsets(tokens[:-1].view(self.shape), END_OF_TEXT)
+        return (tokens.pin_memory(), offsets.pin_memory()) if self.device.type == "cuda" else (tokens, offsets)

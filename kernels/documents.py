@@ -37,13 +37,13 @@ def find_hidden(tokens, end_of_text):
 
 
 def find_offsets(tokens, end_of_text):
-    """The first token of each document among the B·T, then B·T to the end: (slots(documents) + 1,) int32.
+    """The first token of each document among the B·T, then B·T: (padded_count(documents) + 1,) int32.
 
     tokens (B, T) in host memory: there the number of documents, which a kernel launch needs, is known without waiting
-    for the GPU.
+    for the GPU. FlashAttention calls the offsets cu_seqlens.
     """
     starts = first_tokens(tokens, end_of_text).flatten().nonzero().flatten().int()
-    return F.pad(starts, (0, slots(len(starts)) + 1 - len(starts)), value=tokens.numel())
+    return F.pad(starts, (0, padded_count(len(starts)) + 1 - len(starts)), value=tokens.numel())
 
 
 def move_offsets(offsets, device):
@@ -53,10 +53,10 @@ def move_offsets(offsets, device):
     return offsets
 
 
-def slots(count):
-    """Number of sequences of a kernel launch for `count` documents: up to an eighth more, at least 16; those are empty.
+def padded_count(count):
+    """Number of sequences of a kernel launch for `count` documents: the next multiple of 16, from 256 on of 32, ...
 
-    cuDNN builds a plan for each number, and an empty sequence, too, takes a kernel's time.
+    cuDNN builds a plan for each number, so there are few. The additional sequences are empty, but take time.
     """
     step = max(16, (1 << count.bit_length()) // 16)
     return -(-count // step) * step

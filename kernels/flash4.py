@@ -12,7 +12,7 @@ import torch
 
 from common.cli import UserError, first_line
 
-# The package compiles its kernels at their first use, for 8 s; with this it keeps them on disk
+# The package compiles its kernels at their first use, which takes seconds; with this it keeps them on disk
 os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
 # Between these the kernels disagree on the layout of a buffer, and the gradient of q is wrong
 WIDTHS = (32, 64, 96, 128)
@@ -22,15 +22,18 @@ def missing():
     """Why the packages cannot be used, or None."""
     try:
         from flash_attn.cute.interface import _flash_attn_bwd  # noqa: F401
-    except Exception as error:  # releases that do not fit each other raise various errors
+    except ImportError as error:
         return f"flash-attn-4 cannot be imported ({first_line(error)}): pip install -r requirements.txt"
+    except Exception as error:  # releases that do not fit each other, or a folder that cannot be written
+        return f"flash-attn-4 cannot be used ({first_line(error)})"
 
 
 def backward(dy, qkv, y, stats, n_head, dqkv, offsets=None):
     """Write the gradient of qkv (B, T, 3C) to dqkv, for dy and y (B, T, C), all contiguous, bf16 or fp16.
 
     stats: the log-sum-exp of each softmax, float32: (B, H, T, 1), or (B, T, H) with documents. offsets (N + 1,) int32:
-    the first token of each document in the B·T tokens, then B·T. Raises UserError for other head widths than WIDTHS.
+    the first token of each document in the B·T tokens, then B·T. Raises UserError for other head widths than WIDTHS,
+    and if the kernels on disk cannot be read or written.
     """
     from flash_attn.cute.interface import _flash_attn_bwd
 
@@ -48,4 +51,13 @@ def backward(dy, qkv, y, stats, n_head, dqkv, offsets=None):
     q, k, v, dq, dk, dv = (part.unflatten(-1, (n_head, -1)) for x in (qkv, dqkv) for part in x.chunk(3, dim=-1))
     y, dy = (x.unflatten(-1, (n_head, -1)) for x in (y, dy))
     deterministic = torch.are_deterministic_algorithms_enabled()
-    _flash_attn_bwd(q, k, v, y, dy, stats, causal=True, deterministic=deterministic, dq=dq, dk=dk, dv=dv, **documents)
+    gradients = dict(dq=dq, dk=dk, dv=dv)
+    try:
+        _flash_attn_bwd(q, k, v, y, dy, stats, causal=True, deterministic=deterministic, **gradients, **documents)
+    except (OSError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and "object file" not in str(error):  # a file that was cut off
+            raise
+        from flash_attn.cute.cache_utils import get_cache_path
+
+        hint = f"delete {get_cache_path()}, or use --no_flash4_backward"
+        raise UserError(f"FlashAttention-4's kernels on disk: {first_line(error)}: {hint}") from error

@@ -166,8 +166,10 @@ def measure(name, D, T, flags, device):
         starts = torch.rand(B, T, generator=torch.Generator().manual_seed(T)) < 1 / flags.documents
         offsets = find_offsets(starts, True)
         share = (offsets.diff().double() ** 2).sum().item() / (flags.tokens * T)
-        masked = device.type != "cuda" or name == "written out"
-        documents = Documents(find_hidden(starts.to(device), True)) if masked else Documents(offsets=offsets.to(device))
+        if device.type != "cuda" or name == "written out":
+            documents = Documents(hidden=find_hidden(starts.to(device), True))
+        else:
+            documents = Documents(offsets=offsets.to(device))
     dtype = dtype_of_activations(device)
     qkv = torch.randn(B, T, 3 * C, device=device, dtype=dtype, requires_grad=True)
 

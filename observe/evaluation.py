@@ -61,7 +61,7 @@ def validation_loss(losses_of, stream, config, distributed, stop_signal=None):
         x = torch.zeros((B, T), dtype=torch.long)
         y = torch.full_like(x, -1)  # rows after the last sequence have no targets and no loss
         x[:n], y[:n] = tokens[:-1].view(n, T), tokens[1:].view(n, T)
-        offsets = move_offsets(find_offsets(x, END_OF_TEXT), device) if config.mask_documents else None
+        offsets = move_offsets(find_offsets(x, END_OF_TEXT), device)
         sums.append(losses_of(x.to(device), y.to(device), offsets).float().sum())
     total = torch.stack(sums).cpu().double().sum() if sums else 0.0
     return distributed.all_reduce(total)[0] / distributed.tensor / (sequences * T)

@@ -170,7 +170,7 @@ def test_what_a_device_does_not_have_is_off_and_noted(device, flags, reasons):
     "name, capability, flags, installed, reason",
     [
         ("B200", (10, 0), {}, True, "it is for Hopper, and this is B200"),
-        ("A100", (8, 0), dict(attention_backend="cudnn"), True, "it is for Hopper, and this is A100"),
+        ("H200", (9, 0), dict(attention_backend="cudnn"), True, "--attention_backend cudnn takes its place"),
         ("A100", (8, 0), {}, True, "it needs --packed_qkv"),
         ("H200", (9, 0), dict(n_embd=1280, n_head=16), True, "a head width of 32, 64, 96, 128, and it is 80"),
         ("H200", (9, 0), {}, False, "pip install -r requirements.txt"),
@@ -183,9 +183,8 @@ def test_where_flash_attention_4_is_available(monkeypatch, name, capability, fla
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
     module = SimpleNamespace(_flash_attn_bwd=None) if installed else None  # None: its import fails
     monkeypatch.setitem(sys.modules, "flash_attn.cute.interface", module)
-    wanted = Config(flash4_backward=True, **flags)
     monkeypatch.setattr(sdpa, "missing", lambda *_: None)
-    config, notes = turn_off_unavailable(wanted, Distributed(0, 1, torch.device("cuda")))
+    config, notes = turn_off_unavailable(Config(**flags), Distributed(0, 1, torch.device("cuda")))
     assert config.flash4_backward == (reason is None)
     assert reason is None or reason in next(note.reason for note in notes if note.flag == "flash4_backward")
 

@@ -149,7 +149,7 @@ def test_an_error_in_the_thread_reaches_next_batch(corpus, monkeypatch):
 
 
 def test_offsets_of_the_documents_in_each_micro_batch(corpus):
-    loader = Loader(TokenStream(open_shards(corpus, "train"), seed=1, shuffle=True), 4, 16, "cpu", with_offsets=True)
+    loader = Loader(TokenStream(open_shards(corpus, "train"), seed=1, shuffle=True), 4, 16, "cpu")
     for _ in range(3):
         x, _, offsets = loader.next_batch()
         starts = [i for i, token in enumerate(x.flatten().tolist()) if token == END_OF_TEXT or i % 16 == 0]

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from test_model import SIZES, batch, loss_and_gradients, tiny
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from kernels.documents import document_attention, find_hidden, find_offsets, move_offsets, slots
+from kernels.documents import document_attention, find_hidden, find_offsets, move_offsets, padded_count
 from model import GPT, GPTConfig, causal_attention
 from optimizations import saved_operators
 from parallel.activation_checkpointing import checkpoint_activations
@@ -97,15 +97,37 @@ def test_offsets_are_those_of_the_mask(rows):
     starts = [24 * row + column for row, columns in enumerate(rows) for column in (0, *columns)]
     offsets = find_offsets(x, END)
     assert offsets.dtype == torch.int32
-    assert offsets.tolist() == starts + [72] * (slots(len(starts)) + 1 - len(starts))
+    assert offsets.tolist() == starts + [72] * (padded_count(len(starts)) + 1 - len(starts))
     document = torch.searchsorted(offsets, torch.arange(72), right=True).view(3, 24)
     same = document[:, :, None] == document[:, None, :]
     assert torch.equal(~find_hidden(x, END)[:, 0], same.tril())
 
 
-def test_slots():
-    counts = (1, 16, 17, 129, 256, 257, 5000)
-    assert [slots(n) for n in counts] == [16, 16, 32, 144, 256, 288, 5120]
+def test_padded_count():
+    counts = range(1, 5000)
+    assert all(n <= padded_count(n) < n + max(16, n / 8 + 1) for n in counts)
+    assert len({padded_count(n) for n in counts}) < 60  # plans of cuDNN
+
+
+def document_attention_by_hand(qkv, n_head, offsets):
+    B, T, width = qkv.shape
+    number = torch.searchsorted(offsets, torch.arange(B * T), right=True).view(B, T)
+    hidden = (number[:, :, None] != number[:, None, :]) | torch.ones(T, T, dtype=torch.bool).triu(1)
+    q, k, v = (part.unflatten(2, (n_head, -1)).transpose(1, 2) for part in qkv.chunk(3, dim=2))
+    return causal_attention(q, k, v, hidden[:, None]).transpose(1, 2).reshape(B, T, width // 3), None
+
+
+def test_the_model_takes_the_offsets_where_a_kernel_does(monkeypatch):
+    """Otherwise it takes a mask, also with packed_qkv."""
+    x, y = tokens_of(ROWS["random"])
+    model, packed = (tiny(mask_documents=True, packed_qkv=packed) for packed in (False, True))
+    expected = model(x, y)
+    assert torch.equal(packed(x, y), expected)
+    monkeypatch.setattr("model.has_varlen_attention", lambda *_: True)
+    monkeypatch.setattr("model.document_attention", document_attention_by_hand)
+    torch.testing.assert_close(model(x, y, find_offsets(x, END)), expected)
+    others = find_offsets(tokens_of(ROWS["one document fills the row"])[0], END)
+    assert (model(x, y, others) - expected).abs() > 1e-4
 
 
 def test_one_graph_for_any_number_of_documents():

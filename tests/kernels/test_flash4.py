@@ -60,6 +60,15 @@ def test_what_the_kernel_gets(monkeypatch, masked):
     with torch.no_grad():
         flash4.backward(dy, qkv, y, stats, H, found, bounds)
     torch.testing.assert_close(found, qkv.grad)
+
+    def truncated(*_, **__):
+        raise RuntimeError("Failed to add object file: Invalid ELF class")
+
+    folder = types.SimpleNamespace(get_cache_path=lambda: "/tmp/kernels")
+    monkeypatch.setitem(sys.modules, "flash_attn.cute.cache_utils", folder)
+    module._flash_attn_bwd = truncated
+    with pytest.raises(UserError, match="Invalid ELF class: delete /tmp/kernels, or use --no_flash4_backward"):
+        flash4.backward(dy, qkv, y, stats, H, found, bounds)
     with pytest.raises(UserError, match=r"heads of width \(4,\), not 8"):
         flash4.backward(dy, qkv, y, stats, 1, found, bounds)
 

@@ -8,7 +8,8 @@ from conftest import ALONE, ROOT, make_items, metrics
 from config import Config
 from data.loader import TokenStream
 from data.shards import open_shards, write_shard
-from data.tokenizer import tokenize
+from data.tokenizer import END_OF_TEXT, tokenize
+from kernels.documents import find_offsets
 from model import GPT, GPTConfig
 from observe import evaluation
 from observe.evaluation import bits_per_byte, validation_loss
@@ -17,7 +18,11 @@ from parallel.process_group import Distributed
 
 def test_validation_has_the_same_tokens_for_every_batch_and_number_of_ranks(corpus):
     stream, model = TokenStream(open_shards(corpus, "val")), GPT(GPTConfig(seq_len=32, n_layer=1, n_head=1, n_embd=16))
-    losses_of = lambda x, y, _: model(x, y, reduction="none")  # noqa: E731
+
+    def losses_of(x, y, offsets):
+        assert torch.equal(offsets, find_offsets(x, END_OF_TEXT))
+        return model(x, y, offsets, reduction="none")
+
     tokens = torch.from_numpy(stream.read(0, 400)).long()
     for val_tokens, sequences in ((1, 1), (250, 7), (10**9, 12)):  # whole sequences of the 400 tokens
         n = sequences * 32
