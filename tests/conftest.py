@@ -253,10 +253,13 @@ def small_disk(tmp_path):
         subprocess.run(["umount", "--lazy", str(folder)], check=True)
 
 
-# Trains once for each list of arguments, in the same processes
+# Trains once for each list of arguments, in the same processes. With --mask_documents attention takes the offsets, as
+# on a GPU; the single rank that these runs are compared with takes a mask.
 SEVERAL = """
 import json, os, sys, warnings
-import train_gpt2
+import model, reference, train_gpt2
+model.has_varlen_attention = lambda *_: True
+model.document_attention = reference.document_attention
 warnings.simplefilter("error", FutureWarning)  # a call that PyTorch deprecates
 from checkpoints import pieces
 pieces.FILE_BYTES = 100_000  # several files a rank

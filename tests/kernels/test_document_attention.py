@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from reference import document_attention as attention_by_hand
 from test_model import SIZES, batch, loss_and_gradients, tiny
 from torch._dynamo.testing import CompileCounterWithBackend
 
@@ -109,14 +110,6 @@ def test_padded_count():
     assert len({padded_count(n) for n in counts}) < 60  # plans of cuDNN
 
 
-def document_attention_by_hand(qkv, n_head, offsets):
-    B, T, width = qkv.shape
-    number = torch.searchsorted(offsets, torch.arange(B * T), right=True).view(B, T)
-    hidden = (number[:, :, None] != number[:, None, :]) | torch.ones(T, T, dtype=torch.bool).triu(1)
-    q, k, v = (part.unflatten(2, (n_head, -1)).transpose(1, 2) for part in qkv.chunk(3, dim=2))
-    return causal_attention(q, k, v, hidden[:, None]).transpose(1, 2).reshape(B, T, width // 3), None
-
-
 def test_the_model_takes_the_offsets_where_a_kernel_does(monkeypatch):
     """Otherwise it takes a mask, also with packed_qkv."""
     x, y = tokens_of(ROWS["random"])
@@ -124,7 +117,7 @@ def test_the_model_takes_the_offsets_where_a_kernel_does(monkeypatch):
     expected = model(x, y)
     assert torch.equal(packed(x, y), expected)
     monkeypatch.setattr("model.has_varlen_attention", lambda *_: True)
-    monkeypatch.setattr("model.document_attention", document_attention_by_hand)
+    monkeypatch.setattr("model.document_attention", attention_by_hand)
     torch.testing.assert_close(model(x, y, find_offsets(x, END)), expected)
     others = find_offsets(tokens_of(ROWS["one document fills the row"])[0], END)
     assert (model(x, y, others) - expected).abs() > 1e-4
