@@ -272,7 +272,7 @@ def evaluate_if_due(trainer, step, tokens, val_stream, hellaswag, log, stop_sign
     def due(every):
         return every > 0 and (step % every == 0 or step == config.max_steps)
 
-    def losses_of(x, y, offsets=None, at=None):
+    def losses_of(x, y, offsets, at=None):
         with trainer.autocast:
             return trainer.forward(x, y, offsets, reduction="none", at=at)
 
