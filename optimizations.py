@@ -104,7 +104,7 @@ OPTIMIZATIONS = (
         "micro_batch",
         dict(micro_batch_size=None),  # None: the first rung's
         "micro-batch of {micro_batch_size}",
-        "the largest micro-batch that fits, up to 64",
+        "the largest micro-batch that fits, up to 128",
     ),
     switch(
         "bf16_residual",
@@ -121,7 +121,7 @@ OPTIMIZATIONS = (
     ),
     switch(
         "fused_gelu",
-        "GELU in the epilogues of the MLP's GEMMs, by cuBLASLt",
+        "GELU in the epilogues of the MLP's GEMMs, by cuBLASLt or quack",
         needs=availability.cublaslt_epilogues,
         in_model=True,
         saves=("gpt2::mlp",),

@@ -109,7 +109,7 @@ def test_the_parts_of_a_step_sum_to_its_peak(flags):
     trainer = build(replace(SMALL, **flags), Distributed(0, 1, device))
     c, model = trainer.config, trainer.model
     tokens = torch.randint(50257, (c.micro_batch_size, c.seq_len + 1), device=device)
-    batch = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+    batch = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), None
     results = []
     for step in range(RECORDED_STEP + 2):
         if step == RECORDED_STEP:
