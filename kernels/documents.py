@@ -7,17 +7,20 @@ FlashAttention takes the documents as one sequence of tokens and the offset of e
 ("variable-length" attention), and computes no score between two documents.
 """
 
+import math
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
+
+# FlashAttention-4's kernels search the list of offsets for every tile: each of their launches has about so many tokens
+GROUP_TOKENS = 32768
 
 
 class Documents(NamedTuple):
     """The documents of a micro-batch, as attention takes them; without values, each row is one document."""
 
     hidden: torch.Tensor | None = None  # (B, 1, T, T) bool: keys that a query must not see
-    offsets: torch.Tensor | None = None  # (N + 1,) int32, see find_offsets
+    offsets: torch.Tensor | None = None  # (groups, N + 1) int32, see find_offsets
 
 
 NO_BOUNDARIES = Documents()
@@ -37,28 +40,43 @@ def find_hidden(tokens, end_of_text):
 
 
 def find_offsets(tokens, end_of_text):
-    """The first token of each document among the B·T, then B·T: (padded_count(documents) + 1,) int32.
+    """The first token of each document among the B·T: (groups, N + 1) int32, a list for each group of rows.
 
+    The first token of the next group ends a list and fills it up. N is padded_count of the largest group's documents.
     tokens (B, T) in host memory: there the number of documents, which a kernel launch needs, is known without waiting
-    for the GPU. FlashAttention calls the offsets cu_seqlens.
+    for the GPU.
     """
-    starts = first_tokens(tokens, end_of_text).flatten().nonzero().flatten().int()
-    return F.pad(starts, (0, padded_count(len(starts)) + 1 - len(starts)), value=tokens.numel())
+    B, T = tokens.shape
+    groups = math.gcd(B, -(-B * T // GROUP_TOKENS))
+    size = B * T // groups
+    first = first_tokens(tokens, end_of_text).view(groups, size)
+    counts = first.sum(dim=1)
+    ends = size * torch.arange(1, groups + 1, dtype=torch.int32)
+    offsets = ends[:, None].repeat(1, padded_count(counts.max().item()) + 1)
+    group, place = first.nonzero(as_tuple=True)
+    number = torch.arange(len(group)) - (counts.cumsum(0) - counts)[group]  # of the document in its group
+    offsets[group, number] = (size * group + place).int()
+    return offsets
+
+
+def one_list(offsets):
+    """The offsets of all groups in one list, (groups · N + 1,), which FlashAttention calls cu_seqlens."""
+    return torch.cat([offsets[:, :-1].flatten(), offsets[-1, -1:]])
 
 
 def move_offsets(offsets, device):
     """The result of find_offsets on a device, marked for torch.compile: one graph for any number of documents."""
     offsets = offsets.to(device, non_blocking=True)
-    torch._dynamo.mark_dynamic(offsets, 0)
+    torch._dynamo.mark_dynamic(offsets, 1)
     return offsets
 
 
 def padded_count(count):
-    """Number of sequences of a kernel launch for `count` documents: the next multiple of 16, from 256 on of 32, ...
+    """Length of a group's list for `count` documents: the next multiple of 8, from 128 on of 16, from 256 on of 32, ...
 
     cuDNN builds a plan for each number, so there are few. The additional sequences are empty, but take time.
     """
-    step = max(16, (1 << count.bit_length()) // 16)
+    step = max(8, (1 << count.bit_length()) // 16)
     return -(-count // step) * step
 
 
@@ -80,6 +98,7 @@ def document_attention(qkv: torch.Tensor, n_head: int, offsets: torch.Tensor) ->
     y (B, T, C); stats (H, B·T) float32, the log-sum-exp of each softmax, which backward needs.
     """
     B, T, width = qkv.shape
+    offsets = one_list(offsets)
     y, stats, *_ = torch.ops.aten._flash_attention_forward(
         *heads(qkv, n_head), offsets, offsets, T, T, 0.0, is_causal=True, return_debug_mask=False
     )
@@ -103,6 +122,7 @@ def document_attention_backward(
 ) -> torch.Tensor:
     """The gradient of qkv, (B, T, 3C), for dy (B, T, C)."""
     T = qkv.size(1)
+    offsets = one_list(offsets)
     dy, y = (tensor.reshape(-1, n_head, tensor.size(2) // n_head) for tensor in (dy, y))
     dropout = dict(rng_state=torch.zeros(2, dtype=torch.uint64, device=y.device), unused=y.new_empty(0), dropout_p=0.0)
     gradients = torch.ops.aten._flash_attention_backward(

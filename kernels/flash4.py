@@ -31,22 +31,29 @@ def missing():
 def backward(dy, qkv, y, stats, n_head, dqkv, offsets=None):
     """Write the gradient of qkv (B, T, 3C) to dqkv, for dy and y (B, T, C), all contiguous, bf16 or fp16.
 
-    stats: the log-sum-exp of each softmax, float32: (B, H, T, 1), or (B, T, H) with documents. offsets (N + 1,) int32:
-    the first token of each document in the B·T tokens, then B·T. Raises UserError for other head widths than WIDTHS,
-    and if the kernels on disk cannot be read or written.
+    stats: the log-sum-exp of each softmax, float32: (B, H, T, 1), or (B, T, H) with documents. offsets: the result of
+    kernels.documents.find_offsets. Raises UserError for other head widths than WIDTHS, and if the kernels on disk
+    cannot be read or written.
     """
-    from flash_attn.cute.interface import _flash_attn_bwd
-
     if (width := y.size(2) // n_head) not in WIDTHS:
         raise UserError(f"FlashAttention-4 has a backward for heads of width {WIDTHS}, not {width}")
-    documents = {}
     if offsets is None:
-        stats = stats.squeeze(3)  # (B, H, T)
-    else:  # one sequence of B·T tokens
-        T = qkv.size(1)  # no document is longer
-        documents = dict(cu_seqlens_q=offsets, cu_seqlens_k=offsets, max_seqlen_q=T, max_seqlen_k=T)
-        dy, qkv, y, dqkv = (x.flatten(0, 1) for x in (dy, qkv, y, dqkv))
-        stats = stats.flatten(0, 1).T.contiguous()  # (H, B·T)
+        return launch(dy, qkv, y, stats.squeeze(3), n_head, dqkv)
+    groups, T = len(offsets), qkv.size(1)
+    dy, qkv, y, dqkv, stats = (
+        x.view(groups, -1, x.size(2)) for x in (dy, qkv, y, dqkv, stats)
+    )  # (groups, tokens, ...)
+    stats = stats.mT.contiguous()  # (groups, H, tokens)
+    offsets = offsets - torch.cat([offsets.new_zeros(1), offsets[:-1, -1]])[:, None]  # from the group's first token
+    for *tensors, stats_of_group, bounds, gradient in zip(dy, qkv, y, stats, offsets, dqkv):
+        documents = dict(cu_seqlens_q=bounds, cu_seqlens_k=bounds, max_seqlen_q=T, max_seqlen_k=T)
+        launch(*tensors, stats_of_group, n_head, gradient, **documents)
+
+
+def launch(dy, qkv, y, stats, n_head, dqkv, **documents):
+    """As backward, of (B, T, ...) tensors and stats (B, H, T), or of one group of documents without B."""
+    from flash_attn.cute.interface import _flash_attn_bwd
+
     # views of (..., H, D)
     q, k, v, dq, dk, dv = (part.unflatten(-1, (n_head, -1)) for x in (qkv, dqkv) for part in x.chunk(3, dim=-1))
     y, dy = (x.unflatten(-1, (n_head, -1)) for x in (y, dy))

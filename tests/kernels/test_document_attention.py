@@ -7,7 +7,7 @@ from reference import document_attention as attention_by_hand
 from test_model import SIZES, batch, loss_and_gradients, tiny
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from kernels.documents import document_attention, find_hidden, find_offsets, move_offsets, padded_count
+from kernels.documents import document_attention, find_hidden, find_offsets, move_offsets, one_list, padded_count
 from model import GPT, GPTConfig, causal_attention
 from optimizations import saved_operators
 from parallel.activation_checkpointing import checkpoint_activations
@@ -93,20 +93,25 @@ def test_a_cache_continues_one_document():
 
 
 @pytest.mark.parametrize("rows", ROWS.values(), ids=ROWS)
-def test_offsets_are_those_of_the_mask(rows):
+def test_offsets_are_those_of_the_mask(rows, monkeypatch):
     x, _ = tokens_of(rows)
     starts = [24 * row + column for row, columns in enumerate(rows) for column in (0, *columns)]
     offsets = find_offsets(x, END)
     assert offsets.dtype == torch.int32
-    assert offsets.tolist() == starts + [72] * (padded_count(len(starts)) + 1 - len(starts))
-    document = torch.searchsorted(offsets, torch.arange(72), right=True).view(3, 24)
-    same = document[:, :, None] == document[:, None, :]
-    assert torch.equal(~find_hidden(x, END)[:, 0], same.tril())
+    assert offsets.tolist() == [starts + [72] * (padded_count(len(starts)) + 1 - len(starts))]
+    monkeypatch.setattr("kernels.documents.GROUP_TOKENS", 24)
+    groups = find_offsets(x, END)
+    longest = max(map(len, rows)) + 1
+    assert groups.shape == (3, padded_count(longest) + 1) and groups[:, -1].tolist() == [24, 48, 72]
+    for each in (offsets, groups):
+        document = torch.searchsorted(one_list(each), torch.arange(72), right=True).view(3, 24)
+        same = document[:, :, None] == document[:, None, :]
+        assert torch.equal(~find_hidden(x, END)[:, 0], same.tril())
 
 
 def test_padded_count():
     counts = range(1, 5000)
-    assert all(n <= padded_count(n) < n + max(16, n / 8 + 1) for n in counts)
+    assert all(n <= padded_count(n) < n + max(8, n / 8 + 1) for n in counts)
     assert len({padded_count(n) for n in counts}) < 60  # plans of cuDNN
 
 
@@ -159,8 +164,9 @@ def random_documents(B, T):
 @pytest.mark.parametrize("kernel", ["FlashAttention", "cuDNN"])
 @pytest.mark.parametrize("dtype, tolerance", [(torch.bfloat16, 1e-2), (torch.float16, 2e-3)])
 @pytest.mark.parametrize("B, T, heads, width", [(2, 1024, 12, 64), (3, 37, 2, 64), (1, 200, 5, 32), (2, 129, 3, 128)])
-def test_kernels_against_float64(kernel, B, T, heads, width, dtype, tolerance):
+def test_kernels_against_float64(kernel, B, T, heads, width, dtype, tolerance, monkeypatch):
     attention = attention_on_gpu(kernel)
+    monkeypatch.setattr("kernels.documents.GROUP_TOKENS", 1024)
     idx = random_documents(B, T)
     for documents in (idx, torch.full_like(idx, END), torch.zeros_like(idx)):
         compare(attention, documents, heads, width, dtype, tolerance)

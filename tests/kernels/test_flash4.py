@@ -36,8 +36,8 @@ def reference(q, k, v, out, dout, lse, *, causal, deterministic, dq, dk, dv, **d
             gradient[place] = found.transpose(0, 1)
 
 
-@pytest.mark.parametrize("masked", [False, True])
-def test_what_the_kernel_gets(monkeypatch, masked):
+@pytest.mark.parametrize("groups", [None, 1, 3])
+def test_what_the_kernel_gets(monkeypatch, groups):
     module = types.SimpleNamespace(_flash_attn_bwd=reference)
     monkeypatch.setitem(sys.modules, "flash_attn.cute.interface", module)
     monkeypatch.setattr(flash4, "WIDTHS", (4,))
@@ -49,10 +49,13 @@ def test_what_the_kernel_gets(monkeypatch, masked):
     hidden = torch.ones(T, T, dtype=torch.bool).triu(1)
     bounds = None
     stats = (q @ k.mT / D**0.5).masked_fill(hidden, -torch.inf).logsumexp(3, keepdim=True)  # (B, H, T, 1)
-    if masked:
+    if groups:
+        monkeypatch.setattr("kernels.documents.GROUP_TOKENS", B * T // groups)
         hidden, bounds = find_hidden(idx, END), find_offsets(idx, END)
-        assert bounds[-2] == bounds[-1]  # an empty document
-        stats = (q @ k.mT / D**0.5).masked_fill(hidden, -torch.inf).logsumexp(3).transpose(1, 2)  # (B, T, H)
+        assert len(bounds) == groups and bounds[-1, -2] == bounds[-1, -1]  # an empty document
+        stats = (
+            (q @ k.mT / D**0.5).masked_fill(hidden, -torch.inf).logsumexp(3).transpose(1, 2).contiguous()
+        )  # (B, T, H)
     y = causal_attention(q, k, v, hidden).transpose(1, 2).flatten(2)
     dy = torch.randn_like(y)
     y.backward(dy)
@@ -75,8 +78,9 @@ def test_what_the_kernel_gets(monkeypatch, masked):
 
 @pytest.mark.parametrize("dtype, tolerance", [(torch.bfloat16, 1e-2), (torch.float16, 2e-3)])
 @pytest.mark.parametrize("B, T, heads, width", [(2, 1024, 12, 64), (3, 37, 2, 64), (2, 200, 5, 32), (2, 129, 3, 128)])
-def test_kernel_against_float64(B, T, heads, width, dtype, tolerance):
+def test_kernel_against_float64(B, T, heads, width, dtype, tolerance, monkeypatch):
     skip_without_flash4()
+    monkeypatch.setattr("kernels.documents.GROUP_TOKENS", 1024)
     from kernels.attention import packed_qkv
 
     idx = random_documents(B, T)
