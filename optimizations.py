@@ -121,7 +121,7 @@ OPTIMIZATIONS = (
     ),
     switch(
         "fused_gelu",
-        "GELU in the epilogues of the MLP's GEMMs, by cuBLASLt or quack",
+        "GELU in the epilogues of the MLP's GEMMs, by cuBLASLt",
         needs=availability.cublaslt_epilogues,
         in_model=True,
         saves=("gpt2::mlp",),

@@ -72,11 +72,11 @@ def move_offsets(offsets, device):
 
 
 def padded_count(count):
-    """Length of a group's list for `count` documents: the next multiple of 8, from 128 on of 16, from 256 on of 32, ...
+    """Length of a group's list for `count` documents: the next multiple of 4, from 128 on of 8, from 256 on of 16, ...
 
     cuDNN builds a plan for each number, so there are few. The additional sequences are empty, but take time.
     """
-    step = max(8, (1 << count.bit_length()) // 16)
+    step = max(4, (1 << count.bit_length()) // 32)
     return -(-count // step) * step
 
 

@@ -1,21 +1,14 @@
-"""The fused MLP: GELU and its gradient are computed in the epilogues of the MLP's GEMMs, by cuBLASLt or quack.
+"""The fused MLP: cuBLASLt computes GELU and its gradient in the epilogues of the MLP's GEMMs.
 
 The hidden layer, (N, 4C), is the largest activation of a block. A separate GELU operator reads and writes that
 tensor once more in forward, and reads two and writes one in backward. In the epilogue GELU works on values that are
 still in registers. Where cuBLASLt lacks the epilogue, PyTorch's operators compute the same.
-
-On Hopper the first GEMM is quack's, a library of kernels in the CuTe DSL: https://github.com/Dao-AILab/quack
 """
-
-import functools
 
 import torch
 import torch.nn.functional as F
 
-from kernels import cublaslt, flash4
-
-# Elements of the hidden layer. The first call compiles quack's kernel; small inputs, as in sampling, do not repay it.
-MIN_QUACK_SIZE = 1 << 22
+from kernels import cublaslt
 
 
 def fused_mlp(x, c_fc, c_proj, keep_gelu):
@@ -44,26 +37,10 @@ def mlp(
     """
     h = x.new_empty(len(x), len(w1))
     a = torch.empty_like(h)
-    if takes_quack(x, h):
-        from quack.gemm_interface import gemm_act
-
-        gemm_act(x, w1.t(), bias=b1, activation="gelu_tanh_approx", preact_out=h, postact_out=a, tuned=False)
-    elif not cublaslt.gemm(x, w1.t(), a, cublaslt.GELU_AUX, bias=b1, aux=h):
+    if not cublaslt.gemm(x, w1.t(), a, cublaslt.GELU_AUX, bias=b1, aux=h):
         torch.addmm(b1, x, w1.t(), out=h)
         a = F.gelu(h, approximate="tanh")
     return torch.addmm(b2, a, w2.t()), h, a if keep_gelu else a.new_empty(0)
-
-
-def takes_quack(x, h):
-    """Whether quack computes h (N, 4C) from x (N, C): on Hopper its GEMM takes 0.85 × the time of cuBLASLt's."""
-    if not x.is_cuda or x.dtype != torch.bfloat16 or h.numel() < MIN_QUACK_SIZE or x.size(1) % 8 or h.size(1) % 8:
-        return False
-    return torch.cuda.get_device_capability(x.device)[0] == 9 and has_quack()
-
-
-@functools.cache
-def has_quack():
-    return flash4.missing() is None  # flash-attn-4 imports quack
 
 
 @mlp.register_fake

@@ -1,4 +1,4 @@
-"""The fused MLP against float64: with cuBLASLt's and quack's epilogues on a GPU, else with PyTorch's operators."""
+"""The fused MLP against float64: with cuBLASLt's epilogues on a GPU, else with PyTorch's operators."""
 
 import subprocess
 import sys
@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import skip_without_flash4
 from test_model import SIZES, assert_same, batch, loss_and_gradients
 
 from kernels import mlp
@@ -50,26 +49,6 @@ def test_values_and_gradients(N, C, D, dtype, tolerance, keep_gelu):
     found = output_and_gradients(lambda *given: fused(*given, keep_gelu), tensors, dtype)
     for ours, expected in zip(found, output_and_gradients(plain, tensors, torch.float64)):
         assert ours.dtype == dtype and error(ours, expected) < tolerance
-
-
-@pytest.mark.parametrize("N, C, D", [(1, 64, 256), (1000, 72, 328), (4096, 768, 3072)])
-def test_quack(monkeypatch, N, C, D):
-    """On Hopper quack computes the hidden layer: cuBLASLt gets no GEMM with GELU in its epilogue."""
-    skip_without_flash4()
-    monkeypatch.setattr(mlp, "MIN_QUACK_SIZE", 0)
-    gemm, epilogues = mlp.cublaslt.gemm, []
-    monkeypatch.setattr(
-        mlp.cublaslt, "gemm", lambda a, b, out, *rest, **kw: epilogues.append(rest) or gemm(a, b, out, *rest, **kw)
-    )
-    tensors = inputs(N, C, torch.bfloat16, D)
-    x, w1, b1, w2, b2, _ = (each.bfloat16() for each in tensors)
-    _, h, a = mlp.mlp(x, w1, b1, w2, b2, True)
-    assert error(h, expected := x.double() @ w1.double().t() + b1.double()) < 3e-3
-    assert error(a, F.gelu(expected, approximate="tanh")) < 3e-3
-    found = output_and_gradients(fused, tensors, torch.bfloat16)
-    for ours, expected in zip(found, output_and_gradients(plain, tensors, torch.float64)):
-        assert error(ours, expected) < 5e-3
-    assert epilogues and set(epilogues) == {(mlp.cublaslt.DGELU,)}
 
 
 def test_large_inputs():
