@@ -37,7 +37,7 @@ def mlp(
     """
     h = x.new_empty(len(x), len(w1))
     a = torch.empty_like(h)
-    if not cublaslt.gemm(x, w1.t(), a, cublaslt.GELU_AUX, bias=b1, aux=h):
+    if not cublaslt.gemm(x, w1.t(), a, "GELU_AUX", bias=b1, aux=h):
         torch.addmm(b1, x, w1.t(), out=h)
         a = F.gelu(h, approximate="tanh")
     return torch.addmm(b2, a, w2.t()), h, a if keep_gelu else a.new_empty(0)
@@ -56,7 +56,7 @@ def mlp_backward(
     """The gradients of x, w1, b1 and w2. dy (N, C); h and a are outputs of mlp."""
     a = a if len(a) else F.gelu(h, approximate="tanh")
     dh = torch.empty_like(h)
-    if not cublaslt.gemm(dy, w2, dh, cublaslt.DGELU, aux=h):
+    if not cublaslt.gemm(dy, w2, dh, "DGELU", aux=h):
         dh = torch.ops.aten.gelu_backward(dy @ w2, h, approximate="tanh")
     # A GEMM with a row of ones sums the columns at the full memory bandwidth; cuBLASLt's epilogue for db1, DGELU_BGRAD,
     # takes 2.6 x the time of DGELU.
