@@ -223,7 +223,8 @@ def attention(results, path):
                     growth = result["T"] / T[-1]  # at the same number of tokens the T × T matrices grow with T
                     ax.plot([T[-1], result["T"]], [values[-1], values[-1] * growth], ":", color=color, linewidth=1)
                     ax.plot(result["T"], values[-1] * growth, "x", color=color)
-                    ax.text(result["T"], values[-1] * growth, " out of memory", fontsize=7, color=MUTED, va="bottom")
+                    place = result["T"], values[-1] * growth
+                    ax.text(*place, "out of\nmemory\n", fontsize=7, color=MUTED, ha="center", va="baseline")
                     break
         lengths = sorted({result["T"] for result in results})
         ax.set(xscale="log", yscale="log")
