@@ -105,7 +105,7 @@ class Speed(Switches):
     autocast: Literal["bf16", "fp16", "off"] = "bf16"
     """Mixed precision; fp16 uses loss scaling and is for GPUs without bf16."""
     attention_backend: Literal["auto", "cudnn", "flash", "efficient", "written_out"] = "auto"
-    """The kernel of --flash; auto: cuDNN's on Hopper and data-center Blackwell, elsewhere PyTorch's choice."""
+    """The kernel of --flash; auto: the fastest known for the GPU (docs/attention.md)."""
     device: Literal["auto", "cuda", "cpu", "mps"] = "auto"
     """auto: a GPU if there is one."""
     deterministic: bool = False
