@@ -6,7 +6,7 @@ The functions take a Config and a Distributed, and return in words what is missi
 import torch
 
 from common.device import missing_compiler, missing_package
-from kernels import flash4, sdpa
+from kernels import cublaslt, flash4, sdpa
 
 
 def tf32_gpu(config, distributed):
@@ -93,7 +93,7 @@ def cublaslt_epilogues(config, distributed):
         return "with --tensor a collective follows the MLP's GEMMs"
     if config.autocast == "off" or torch.cuda.get_device_capability(distributed.device) < (8, 0):
         return "it needs --autocast bf16 or fp16, and an Ampere GPU or newer"
-    return missing_package("nvmath", "nvmath-python")
+    return cublaslt.missing()
 
 
 def cudnn_frontend(config, distributed):

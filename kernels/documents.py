@@ -12,8 +12,11 @@ from typing import NamedTuple
 
 import torch
 
-# FlashAttention-4's kernels search the list of offsets for every tile: each of their launches has about so many tokens
+from common.cli import UserError
+
+# FlashAttention-4's kernels search the list of offsets for every tile, so a launch gets about as many tokens as this
 GROUP_TOKENS = 32768
+LARGEST_GRID = 65535  # CUDA's limit in the dimension in which FlashAttention-2 counts sequences
 
 
 class Documents(NamedTuple):
@@ -47,9 +50,10 @@ def find_offsets(tokens, end_of_text):
     for the GPU.
     """
     B, T = tokens.shape
-    groups = math.gcd(B, -(-B * T // GROUP_TOKENS))
+    divisors = [n for n in range(1, B + 1) if B % n == 0]
+    groups = min(divisors, key=lambda n: abs(math.log(B * T / n / GROUP_TOKENS)))
     size = B * T // groups
-    first = first_tokens(tokens, end_of_text).view(groups, size)
+    first = first_tokens(tokens, end_of_text).reshape(groups, size)
     counts = first.sum(dim=1)
     ends = size * torch.arange(1, groups + 1, dtype=torch.int32)
     offsets = ends[:, None].repeat(1, padded_count(counts.max().item()) + 1)
@@ -95,10 +99,13 @@ def has_varlen_attention(device, head_width):
 def document_attention(qkv: torch.Tensor, n_head: int, offsets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """(y, stats) of causal attention within documents. qkv (B, T, 3C) bf16 or fp16; offsets of Documents.
 
-    y (B, T, C); stats (H, B·T) float32, the log-sum-exp of each softmax, which backward needs.
+    y (B, T, C); stats (H, B·T) float32, the log-sum-exp of each softmax, which backward needs. Raises UserError
+    for more documents than LARGEST_GRID.
     """
     B, T, width = qkv.shape
     offsets = one_list(offsets)
+    if len(offsets) > LARGEST_GRID:
+        raise UserError(f"FlashAttention takes {LARGEST_GRID:,} documents at most: use a smaller --micro_batch_size")
     y, stats, *_ = torch.ops.aten._flash_attention_forward(
         *heads(qkv, n_head), offsets, offsets, T, T, 0.0, is_causal=True, return_debug_mask=False
     )

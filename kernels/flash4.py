@@ -51,7 +51,10 @@ def backward(dy, qkv, y, stats, n_head, dqkv, offsets=None):
 
 
 def launch(dy, qkv, y, stats, n_head, dqkv, **documents):
-    """As backward, of (B, T, ...) tensors and stats (B, H, T), or of one group of documents without B."""
+    """As backward, of (B, T, ...) tensors and stats (B, H, T).
+
+    documents: cu_seqlens_q, cu_seqlens_k, max_seqlen_q and max_seqlen_k of one group, whose tensors have no B.
+    """
     from flash_attn.cute.interface import _flash_attn_bwd
 
     # views of (..., H, D)

@@ -13,7 +13,7 @@ from parallel.pipeline import blocks_in_flight, blocks_of_ranks
 from parallel.process_group import ranks_in_words
 from parallel.tensor import sequence_parts
 
-LARGEST_MICRO_BATCH = 128  # sequences
+LARGEST_MICRO_BATCH = 128  # sequences; with 128 a step of 124M is 1.03 x as fast as with 64, on an H100
 USABLE = 0.85  # of free memory, while activations come and go; the rest is for fragments, cuBLAS and NCCL
 USABLE_WITHOUT_ACTIVATIONS = 0.95
 LOGIT_ROWS = 4096  # of fused_cross_entropy, whose file needs Triton

@@ -1,14 +1,20 @@
 """GEMMs by cuBLASLt against float64, on a GPU."""
 
+import re
+import sys
+
 import pytest
 import torch
 import torch.nn.functional as F
 
 from kernels import cublaslt
 
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+needs_gpu = pytest.mark.skipif(
+    not torch.cuda.is_available() or bool(cublaslt.missing()), reason="needs an NVIDIA GPU and nvmath-python"
+)
 needs_hopper = pytest.mark.skipif(
-    not torch.cuda.is_available() or torch.cuda.get_device_capability() < (9, 0), reason="needs a Hopper GPU"
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() < (9, 0) or bool(cublaslt.missing()),
+    reason="needs a Hopper GPU and nvmath-python",
 )
 FP8 = torch.float8_e4m3fn
 
@@ -19,6 +25,27 @@ def normal(*shape, dtype=torch.float32, scale=1.0):
 
 def error(one, other):
     return ((one.double() - other).norm() / other.norm()).item()
+
+
+@pytest.mark.parametrize(
+    "code, reason",
+    [
+        ("raise ImportError('no module cuda.core')", r"cannot be imported \(no module cuda.core\): pip install -r"),
+        ("raise RuntimeError('failed to load libnvrtc')", r"cannot be used \(failed to load libnvrtc\)"),
+        ("class cublasLt:\n  def get_version(): raise RuntimeError('no cuBLAS')", r"cannot be used \(no cuBLAS\)"),
+    ],
+)
+def test_why_cublaslt_is_missing(code, reason, tmp_path, monkeypatch):
+    (tmp_path / "nvmath").mkdir()
+    (tmp_path / "nvmath/__init__.py").write_text("")
+    (tmp_path / "nvmath/bindings.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in [name for name in sys.modules if name.split(".")[0] == "nvmath"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    assert re.search(reason, cublaslt.missing.__wrapped__())
+    monkeypatch.setattr(torch.version, "cuda", None)
+    assert "not built for NVIDIA" in cublaslt.missing.__wrapped__()
 
 
 def test_cpu_tensors_are_not_supported():
@@ -105,5 +132,5 @@ def test_tuning_changes_no_bit(N, K, M, dtype, bias, fast_accumulation, monkeypa
     assert events  # it was timed
     tuned = gemm(seed=2)
     monkeypatch.setattr(cublaslt, "plans", {})
-    monkeypatch.setattr(cublaslt, "MIN_TUNED_SIZE", float("inf"))
+    monkeypatch.setattr("kernels.gemm_plan.MIN_TUNED_SIZE", float("inf"))
     assert torch.equal(tuned, gemm(seed=2))

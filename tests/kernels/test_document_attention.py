@@ -103,10 +103,18 @@ def test_offsets_are_those_of_the_mask(rows, monkeypatch):
     groups = find_offsets(x, END)
     longest = max(map(len, rows)) + 1
     assert groups.shape == (3, padded_count(longest) + 1) and groups[:, -1].tolist() == [24, 48, 72]
+    assert one_list(groups).shape == (3 * padded_count(longest) + 1,)
     for each in (offsets, groups):
         document = torch.searchsorted(one_list(each), torch.arange(72), right=True).view(3, 24)
         same = document[:, :, None] == document[:, None, :]
         assert torch.equal(~find_hidden(x, END)[:, 0], same.tril())
+
+
+@pytest.mark.parametrize(
+    "B, T, groups", [(128, 1024, 4), (64, 1536, 4), (2, 65536, 2), (1, 65536, 1), (127, 1024, 1), (16, 1024, 1)]
+)
+def test_groups_have_about_as_many_tokens(B, T, groups):
+    assert len(find_offsets(torch.zeros(B, T, dtype=torch.long), END)) == groups
 
 
 def test_padded_count():
@@ -128,7 +136,9 @@ def test_the_model_takes_the_offsets_where_a_kernel_does(monkeypatch):
     assert (model(x, y, others) - expected).abs() > 1e-4
 
 
-def test_one_graph_for_any_number_of_documents(monkeypatch):
+@pytest.mark.parametrize("group_tokens", [24, 32768])
+def test_one_graph_for_any_number_of_documents(monkeypatch, group_tokens):
+    monkeypatch.setattr("kernels.documents.GROUP_TOKENS", group_tokens)
     monkeypatch.setattr("model.has_varlen_attention", lambda *_: True)
     monkeypatch.setattr("model.document_attention", attention_by_hand)
     counter = CompileCounterWithBackend("aot_eager")
@@ -166,7 +176,7 @@ def random_documents(B, T):
 @pytest.mark.parametrize("B, T, heads, width", [(2, 1024, 12, 64), (3, 37, 2, 64), (1, 200, 5, 32), (2, 129, 3, 128)])
 def test_kernels_against_float64(kernel, B, T, heads, width, dtype, tolerance, monkeypatch):
     attention = attention_on_gpu(kernel)
-    monkeypatch.setattr("kernels.documents.GROUP_TOKENS", 1024)
+    monkeypatch.setattr("kernels.documents.GROUP_TOKENS", T)  # each row is a group
     idx = random_documents(B, T)
     for documents in (idx, torch.full_like(idx, END), torch.zeros_like(idx)):
         compare(attention, documents, heads, width, dtype, tolerance)
