@@ -14,6 +14,7 @@ from parallel.process_group import ranks_in_words
 from parallel.tensor import sequence_parts
 
 LARGEST_MICRO_BATCH = 128  # sequences; with 128 a step of 124M is 1.03 x as fast as with 64, on an H100
+LARGEST_IN_WARMUP = 64  # with batch_warmup_steps, which starts with one micro-batch on each rank
 USABLE = 0.85  # of free memory, while activations come and go; the rest is for fragments, cuBLAS and NCCL
 USABLE_WITHOUT_ACTIVATIONS = 0.95
 LOGIT_ROWS = 4096  # of fused_cross_entropy, whose file needs Triton
@@ -50,7 +51,8 @@ def free_memory(distributed):
 
 
 def choose_micro_batch_size(config, distributed, free):
-    """The largest power of two, up to LARGEST_MICRO_BATCH, that fits and divides the batch: (size, reason).
+    """The largest power of two, up to LARGEST_MICRO_BATCH or LARGEST_IN_WARMUP, that fits and divides the batch: (size,
+    reason).
 
     free: bytes, as free_memory gives them. Raises UserError if no micro-batch size divides the batch.
     """
@@ -61,17 +63,18 @@ def choose_micro_batch_size(config, distributed, free):
             f"--total_batch_size {config.total_batch_size} cannot be divided into sequences of {config.seq_len} tokens "
             f"over {data_ranks(distributed)}: try {nearest}"
         )
-    limit, reason = LARGEST_MICRO_BATCH, f"the default on {distributed.device.type}"
+    largest = LARGEST_IN_WARMUP if config.batch_warmup_steps else LARGEST_MICRO_BATCH
+    limit, reason = largest, f"the default on {distributed.device.type}"
     if free is None:
         limit = min(limit, 1024 // config.seq_len)  # on a CPU more tokens gain nothing
     if config.pipeline > 1:  # with 4 micro-batches for each stage the bubble is small (Huang et al. 2019, "GPipe")
         limit = min(limit, config.total_batch_size // (share * 4 * config.pipeline))
-    powers = [2**i for i in range(LARGEST_MICRO_BATCH.bit_length()) if 2**i <= max(1, limit)]
+    powers = [2**i for i in range(largest.bit_length()) if 2**i <= max(1, limit)]
     sizes = [size for size in powers if config.total_batch_size % (size * share) == 0]
     if free is not None:
         sizes = [b for b in sizes if step_memory(replace(config, micro_batch_size=b), distributed).fits(free)]
         memory = f"the {free / 2**30:.0f} GB of free memory"
-        reason = f"the largest up to {LARGEST_MICRO_BATCH} that divides the batch and fits {memory}"
+        reason = f"the largest up to {largest} that divides the batch and fits {memory}"
         if not sizes:
             reason = f"the smallest, though it may not fit {memory}"
     if config.pipeline > 1 and config.total_batch_size >= 4 * config.pipeline * share:

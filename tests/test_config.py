@@ -58,6 +58,7 @@ def test_the_micro_batch_fits_and_divides():
         sizes.append(size)
     assert sizes == sorted(sizes) and sizes[0] < 8 and sizes[-2:] == [128, 128]
     assert chosen(139, 8)[0] == 64  # the README's run: no accumulation on eight GPUs
+    assert chosen(139, batch_warmup_steps=100)[0] == 64
     assert chosen(139, 8, total_batch_size=8 * 4 * 1024)[0] == 4
     assert chosen(139, n_layer=48, n_head=25, n_embd=1600)[0] < 64
     large = dict(n_layer=32, n_head=32, n_embd=4096)
