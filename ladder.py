@@ -37,7 +37,7 @@ from optim import schedules
 from optim.recipes import TO_LOSS_DEMO, choose_recipes
 from optimizations import RUNGS, turn_off_unavailable
 from parallel.fsdp import is_sharded
-from parallel.memory import choose_micro_batch_size
+from parallel.memory import LARGEST_IN_WARMUP, choose_micro_batch_size
 from parallel.process_group import Distributed
 from parallel.rendezvous import launched
 
@@ -308,7 +308,8 @@ def climb_to_loss(config):
         for index, (name, recipe) in enumerate(recipes.items(), 1):
             rung, notes = turn_off_unavailable(time_to_loss.recipe_run(config, changes | recipe), distributed)
             if rung.batch_warmup_steps:
-                rung = schedules.match_tokens(rung, results[0]["facts"]["micro_batch_size"], distributed.data_size)
+                size = min(results[0]["facts"]["micro_batch_size"], LARGEST_IN_WARMUP)
+                rung = schedules.match_tokens(rung, size, distributed.data_size)
                 schedules.check_flags(rung, distributed, notes)
             idle = "; ".join(str(note) for note in notes if note.flag in recipe)
             runs = [dict(status="skipped", reason=idle)] if idle else []
