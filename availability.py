@@ -34,8 +34,9 @@ def attention_backend(config, distributed):
         return None  # the row of --flash applies it
     if not config.flash:
         return "it needs --flash"
-    if config.attention_backend == "efficient" and config.mask_documents:
-        return "--mask_documents runs on FlashAttention or cuDNN"
+    within_documents = ("flash", "cudnn") if config.packed_qkv else ("flash",)
+    if config.mask_documents and config.attention_backend not in within_documents:
+        return "--mask_documents runs on FlashAttention or packed_qkv"
     dtype = dict(bf16=torch.bfloat16, fp16=torch.float16, off=torch.float32)[config.autocast]
     return sdpa.missing(config.attention_backend, distributed.device, dtype, head_width(config))
 
@@ -145,7 +146,7 @@ def fp8_and_fused_head(config, distributed):
 
 def is_sharded(config, distributed):
     """As parallel.fsdp.is_sharded, before flags that need several ranks are turned off."""
-    return config.parallel != "ddp" or distributed.model_size > 1
+    return distributed.world_size > 1 and config.parallel != "ddp" or distributed.model_size > 1
 
 
 def several_ranks(config, distributed):

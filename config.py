@@ -15,7 +15,7 @@ from common.cli import Note, UserError, arguments, given, spell_switches
 from common.peer_flags import HINTS
 from observe import evaluation, profiler
 from optim import recipes, schedules
-from optimizations import RUNGS, SWITCHES, flags_that_change, is_off, turn_off_unavailable
+from optimizations import RUNGS, SWITCHES, flags_that_change_results, is_off, turn_off_unavailable
 from parallel import fsdp, pipeline
 from parallel.memory import check_micro_batch_size, choose_micro_batch_size
 
@@ -261,7 +261,7 @@ def defaults(arguments):
     """A command line's default Config: the recipes of --demo, --model tiny and --optimizer muon, overridden by flags of
     --resume's run, then by --config's.
 
-    --ladder uses --demo's if there is no GPU and no flag names data, model or device; it then compiles the tiny model.
+    Without a GPU --ladder uses --demo's, unless a flag names data, model, weights or device. It compiles tiny models.
     Raises UserError for a file without flags.
     """
     own, values = given(spell_switches(Config, arguments)), {}
@@ -293,7 +293,7 @@ def flags(config):
 def flags_that_matter():
     """Flags that change a run's results by more than summation order; a resumed run reports their changes."""
     own = {"model", "n_layer", "n_head", "n_embd", "seq_len", "seed", "shuffle", "max_steps"}
-    return own | {field.name for field in dataclasses.fields(Recipe)} | flags_that_change("rounding", "recipe")
+    return own | {field.name for field in dataclasses.fields(Recipe)} | flags_that_change_results()
 
 
 def refuse_unavailable_flags(given_flags, notes):

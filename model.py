@@ -260,7 +260,7 @@ class GPT(nn.Module):
             return Documents(offsets=offsets)
         return Documents(hidden=find_hidden(idx, c.vocab_size - 1))
 
-    # FSDP's hooks split the compiled graph: embedding, each block, head.
+    # separate, because a stage of --pipeline calls only some of these
 
     def embed(self, idx, position):
         x = self.transformer.wte(idx) + self.transformer.wpe(position)  # (B, T, C)
@@ -319,14 +319,11 @@ class GPT(nn.Module):
         for option, value in OPTIONS.items():
             if sizes.get(option, value) != value:
                 raise ValueError(f"{option} is {sizes[option]!r:.99} in config.json, this GPT-2 needs {value!r}")
-        names = dict(
-            seq_len="n_positions", vocab_size="vocab_size", n_layer="n_layer", n_head="n_head", n_embd="n_embd"
-        )
-        if wrong := [
-            name for name in names.values() if type(sizes.get(name)) is not int or not 0 < sizes[name] < 2**24
-        ]:
-            raise ValueError(f"{wrong[0]} is {sizes.get(wrong[0])} in config.json")
-        return GPTConfig(**{own: sizes[theirs] for own, theirs in names.items()}, **options)
+        names = ("n_positions", "vocab_size", "n_layer", "n_head", "n_embd")  # in the order of GPTConfig's fields
+        for name in names:
+            if type(sizes.get(name)) is not int or not 0 < sizes[name] < 2**24:
+                raise ValueError(f"{name} is {sizes.get(name)} in config.json")
+        return GPTConfig(*(sizes[name] for name in names), **options)
 
     def save_config(self, folder):
         """Write config.json as `transformers` reads it. The folder must exist."""

@@ -39,7 +39,7 @@ class Optimization:
 
 
 def switch(name, help, **facts):
-    return Optimization(name, off={name: False}, rung=facts.pop("rung", name), help=help, **facts)
+    return Optimization(name, {name: False}, help=help, **dict(rung=name) | facts)
 
 
 OPTIMIZATIONS = (
@@ -240,9 +240,9 @@ def saved_operators():
     return [name for row in OPTIMIZATIONS for name in row.saves]
 
 
-def flags_that_change(*kinds):
-    """Flags of the rows whose `changes` is one of `kinds`."""
-    return {flag for row in OPTIMIZATIONS if row.changes in kinds for flag in row.off}
+def flags_that_change_results():
+    """Flags of the rows that change more than the order of sums."""
+    return {flag for row in OPTIMIZATIONS if row.changes != "nothing" for flag in row.off}
 
 
 def readme_table():

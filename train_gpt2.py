@@ -128,7 +128,7 @@ class StepResult:
     loss: float  # nats, the mean over the step's tokens
     grad_norm: float  # before clipping
     tokens: int
-    finite: bool  # loss and gradient norm are finite; with an fp16 loss scale of 1 or more, the loss
+    finite: bool  # loss and gradient norm are; with fp16, while its scale is 1 or more, the loss
     loss_scale: float | None  # fp16's
     stop: bool  # some rank has received a stop signal
     seconds: float  # of the whole step, data loading included

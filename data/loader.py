@@ -17,7 +17,7 @@ from kernels.documents import find_offsets, move_offsets
 SHUFFLE_WINDOW = 8
 
 
-class Documents(NamedTuple):
+class Window(NamedTuple):
     """The documents of a window in reading order, one row each."""
 
     shard: np.ndarray  # (documents,) index of the shard
@@ -82,12 +82,11 @@ class TokenStream:
         return windows[w], offset - (int(ends[w - 1]) if w else 0)
 
     def _order_documents(self, epoch, window):
-        """The Documents of a window. Without shuffle, each shard counts as one document."""
+        """The Window of these shards. Without shuffle, each shard counts as one document."""
         shard, start, length = [], [], []
         for index in window:
-            starts = self.shards[index].document_starts() if self.shuffle else np.array([0])
-            if len(starts) == 0 or starts[0] != 0:  # the shard begins with the rest of a document
-                starts = np.concatenate(([0], starts))
+            # 0 too: a shard may begin with the rest of a document
+            starts = np.union1d([0], self.shards[index].document_starts() if self.shuffle else [0])
             shard.append(np.full(len(starts), index))
             start.append(starts)
             length.append(np.diff(starts, append=len(self.shards[index])))
@@ -95,7 +94,7 @@ class TokenStream:
         if self.shuffle:
             order = np.random.default_rng([self.seed, epoch, *window]).permutation(len(start))
             shard, start, length = shard[order], start[order], length[order]
-        return Documents(shard, start, np.cumsum(length))
+        return Window(shard, start, np.cumsum(length))
 
 
 def open_streams(config):
@@ -122,19 +121,19 @@ class Loader:
     """Gives one rank its micro-batches; a thread reads ahead.
 
     A step trains on the next tokens of the stream. Micro-batch m of data-parallel rank r holds the B sequences from
-    (m * world_size + r) * B on, so a step has the same tokens for every B and every number of ranks. Consecutive
+    (m * data_size + r) * B on, so a step has the same tokens for every B and every number of ranks. Consecutive
     sequences share one token: the last target of one is the first input of the next. Ranks that split a model or a
     sequence (--tensor, --context, --pipeline) have the same r.
     """
 
     PREFETCH = 4  # micro-batches
 
-    def __init__(self, stream, micro_batch_size, seq_len, device, rank=0, world_size=1):
+    def __init__(self, stream, micro_batch_size, seq_len, device, rank=0, data_size=1):
         self.stream = stream
         self.shape = (micro_batch_size, seq_len)
         self.device = torch.device(device)
         self.rank = rank
-        self.world_size = world_size
+        self.data_size = data_size
         self.position = 0  # tokens of the stream that all ranks together have received
         # the thread allocates pinned memory, which belongs to the thread's current GPU: this rank's, not GPU 0
         on_gpu = dict(initializer=torch.cuda.set_device, initargs=(device,)) if self.device.type == "cuda" else {}
@@ -166,12 +165,12 @@ class Loader:
         """
         size = self.shape[0] * self.shape[1]
         while len(self._prefetched) < self.PREFETCH:
-            start = self.position + (len(self._prefetched) * self.world_size + self.rank) * size
+            start = self.position + (len(self._prefetched) * self.data_size + self.rank) * size
             self._prefetched.append(self._thread.submit(self._read, start, size + 1))
         tokens, offsets = self._prefetched.popleft().result()
         # uint16 from pinned memory: a quarter of int64's bytes, and the copy does not block the host
         tokens = tokens.to(self.device, non_blocking=True)
-        self.position += self.world_size * size
+        self.position += self.data_size * size
         inputs, targets = tokens[:-1].long().view(self.shape), tokens[1:].long().view(self.shape)
         return inputs, targets, move_offsets(offsets, self.device)
 

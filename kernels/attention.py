@@ -186,7 +186,7 @@ def plan(B, T, H, D, dtype, device, backward, ragged=0):
         y, dy = (tensor(name, plain, "offset_y") for name in ("y", "dy"))
         stats = tensor("stats", stats_stride, "offset_stats", stats_size, FLOAT)
         options["use_deterministic_algorithm"] = torch.are_deterministic_algorithms_enabled()
-        if ragged:  # else cuDNN's workspace holds B * T tokens; it wants a multiple of 64
+        if ragged:  # else the workspace is for B * T tokens; cuDNN wants multiples of 64
             options |= dict.fromkeys(("max_total_seq_len_q", "max_total_seq_len_kv"), -(-ragged // 64) * 64)
         gradients = graph.sdpa_backward(name="backward", q=q, k=k, v=v, o=y, dO=dy, stats=stats, **options)
         for name, gradient in zip("qkv", gradients):

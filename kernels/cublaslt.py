@@ -2,8 +2,8 @@
 
 - GELU and its gradient in a GEMM's epilogue, while the result is still in registers (kernels/mlp.py).
 - The choice of the algorithm: the first call with new shapes times the algorithms that cuBLASLt proposes and keeps the
-  fastest one that gives the same bits as cuBLASLt's first proposal. So two ranks, or a run and its continuation, may
-  choose different algorithms. The choice makes a step with --fp8 1.5% faster, in bf16 up to 1%.
+  fastest that gives the same bits as the first that runs: another choice, on another rank or after a restart, changes
+  no result. The choice makes a step with --fp8 1.5% faster, in bf16 up to 1%.
 
 kernels/gemm_plan.py makes the calls, through nvmath-python.
 """
@@ -14,7 +14,7 @@ import torch
 
 from common.cli import first_line
 
-# cuBLASLt's name of each dtype, of cudaDataType_t
+# Each dtype's name in cudaDataType_t
 TYPES = {
     torch.float32: "CUDA_R_32F",
     torch.float16: "CUDA_R_16F",

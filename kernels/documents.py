@@ -43,9 +43,9 @@ def find_hidden(tokens, end_of_text):
 
 
 def find_offsets(tokens, end_of_text):
-    """The first token of each document among the B·T: (groups, N + 1) int32, a list for each group of rows.
+    """Where each document begins among the B·T tokens: (groups, N + 1) int32, a list for each group of rows.
 
-    The first token of the next group ends a list and fills it up. N is padded_count of the largest group's documents.
+    A list ends with the first token of the next group, repeated to N + 1. N is padded_count of the most documents.
     tokens (B, T) in host memory: there the number of documents, which a kernel launch needs, is known without waiting
     for the GPU.
     """
@@ -54,12 +54,10 @@ def find_offsets(tokens, end_of_text):
     groups = min(divisors, key=lambda n: abs(math.log(B * T / n / GROUP_TOKENS)))
     size = B * T // groups
     first = first_tokens(tokens, end_of_text).reshape(groups, size)
-    counts = first.sum(dim=1)
     ends = size * torch.arange(1, groups + 1, dtype=torch.int32)
-    offsets = ends[:, None].repeat(1, padded_count(counts.max().item()) + 1)
+    offsets = ends[:, None].repeat(1, padded_count(first.sum(dim=1).max().item()) + 1)
     group, place = first.nonzero(as_tuple=True)
-    number = torch.arange(len(group)) - (counts.cumsum(0) - counts)[group]  # of the document in its group
-    offsets[group, number] = (size * group + place).int()
+    offsets[group, first.cumsum(dim=1)[first] - 1] = (size * group + place).int()
     return offsets
 
 
@@ -76,9 +74,9 @@ def move_offsets(offsets, device):
 
 
 def padded_count(count):
-    """Length of a group's list for `count` documents: the next multiple of 4, from 128 on of 8, from 256 on of 16, ...
+    """Sequences in a list of `count` documents: the next multiple of 4, from 128 on of 8, from 256 on of 16, ...
 
-    cuDNN builds a plan for each number, so there are few. The additional sequences are empty, but take time.
+    So numbers are few: cuDNN builds a plan for each. The additional sequences are empty, but take time.
     """
     step = max(4, (1 << count.bit_length()) // 32)
     return -(-count // step) * step

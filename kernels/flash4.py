@@ -14,7 +14,7 @@ from common.cli import UserError, first_line
 
 # The package compiles its kernels at their first use, which takes seconds; with this it keeps them on disk
 os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
-# Between these the kernels disagree on the layout of a buffer, and the gradient of q is wrong
+# At other widths two kernels disagree on a buffer's layout, and the gradient of q is wrong
 WIDTHS = (32, 64, 96, 128)
 
 
@@ -44,7 +44,7 @@ def backward(dy, qkv, y, stats, n_head, dqkv, offsets=None):
         x.view(groups, -1, x.size(2)) for x in (dy, qkv, y, dqkv, stats)
     )  # (groups, tokens, ...)
     stats = stats.mT.contiguous()  # (groups, H, tokens)
-    offsets = offsets - torch.cat([offsets.new_zeros(1), offsets[:-1, -1]])[:, None]  # from the group's first token
+    offsets = offsets - offsets[:, :1]  # from the group's first token
     for *tensors, stats_of_group, bounds, gradient in zip(dy, qkv, y, stats, offsets, dqkv):
         documents = dict(cu_seqlens_q=bounds, cu_seqlens_k=bounds, max_seqlen_q=T, max_seqlen_k=T)
         launch(*tensors, stats_of_group, n_head, gradient, **documents)

@@ -103,7 +103,7 @@ class Plan:
     def proposals(self, device):
         """The algorithms that cuBLASLt's heuristic proposes, best guess first.
 
-        With a bias, also those for the GEMM without a bias that support a bias: some are faster.
+        With a bias, also those proposed without one: some run with a bias, and are faster.
         """
         handle, limits, proposed = create_handle(device), preference(), []
         for epilogue in dict.fromkeys((self.epilogue & ~Epilogue.BIAS or Epilogue.DEFAULT, self.epilogue)):

@@ -16,9 +16,8 @@ def fused_mlp(x, c_fc, c_proj, keep_gelu):
 
     keep_gelu: keep GELU's output in memory for backward; otherwise backward computes GELU again.
     """
-    device_type = x.device.type
-    autocast = torch.is_autocast_enabled(device_type)
-    dtype = torch.get_autocast_dtype(device_type) if autocast else x.dtype
+    device = x.device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
     w1, b1, w2, b2 = (parameter.to(dtype) for parameter in (c_fc.weight, c_fc.bias, c_proj.weight, c_proj.bias))
     return mlp(x.flatten(0, -2).to(dtype).contiguous(), w1, b1, w2, b2, keep_gelu)[0].view_as(x)
 

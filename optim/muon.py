@@ -49,7 +49,7 @@ class Muon(torch.optim.Optimizer):
         of matrices, one above the other, that each parameter consists of. adamw: the AdamW for the rest; if its
         default `fused` is True, both read found_inf. compiled: what precedes and what follows the GEMMs is one kernel
         for each weight, by torch.compile. momentum: the decay rate of the mean of the gradients."""
-        super().__init__(groups, dict(momentum=momentum, coefficients=COEFFICIENTS, fused=adamw.defaults["fused"]))
+        super().__init__(groups, dict(momentum=momentum, fused=adamw.defaults["fused"]))
         self.matrices = list(self.param_groups)
         self.adamw = adamw
         self.param_groups += adamw.param_groups
@@ -80,12 +80,11 @@ class Muon(torch.optim.Optimizer):
                 gradient, momentum = local(weight.grad), local(self.state[weight]["momentum_buffer"])
                 flat = gradient.reshape(-1), momentum.view(-1), direction.view(-1)
                 self.update_momentum(*flat, skip, group["momentum"])
-            parts, coefficients = group["parts"], group["coefficients"]
             whole = to_owners(directions, shape[0], mesh)  # (n of this rank, rows, columns)
-            whole = orthogonalize(whole.unflatten(1, (parts, -1)).flatten(0, 1), coefficients).view_as(whole)
+            whole = orthogonalize(whole.unflatten(1, (group["parts"], -1)).flatten(0, 1)).view_as(whole)
             updates = from_owners(whole, directions, mesh)
             # tensors: torch.compile would compile again for each new number
-            rate = applied * (group["lr"] * 0.2 * math.sqrt(max(shape[0] // parts, shape[1])))
+            rate = applied * (group["lr"] * 0.2 * math.sqrt(max(shape[0] // group["parts"], shape[1])))
             decay = 1 - applied * (group["lr"] * group["weight_decay"])
             for weight, update in zip(shards, updates):
                 self.update_weight(weight.view(-1), update.reshape(-1), decay, rate)
@@ -103,12 +102,12 @@ def update_weight(weight, update, decay, rate):
     weight.mul_(decay).sub_(update.float() * rate)
 
 
-def orthogonalize(x, coefficients=COEFFICIENTS):
+def orthogonalize(x):
     """U Vᵀ for each matrix U S Vᵀ in x (n, rows, columns), approximately, in x's dtype."""
     if tall := x.size(1) > x.size(2):
         x = x.mT
     x = x / x.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)  # all singular values at most 1
-    for a, b, c in coefficients:
+    for a, b, c in COEFFICIENTS:
         gram = x @ x.mT
         polynomial = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
         x = torch.baddbmm(x, polynomial, x, beta=a)
@@ -116,7 +115,7 @@ def orthogonalize(x, coefficients=COEFFICIENTS):
 
 
 def to_owners(x, rows, mesh):
-    """This rank's matrices, (n, rows, columns), of N. Every rank gets n; zeros fill up the last ranks.
+    """This rank's n of the N matrices, whole: (n, rows, columns). Zeros fill up the last ranks.
 
     x: all matrices (N, rows, columns), the same on all ranks; with a mesh their shards by rows.
     """
@@ -127,7 +126,7 @@ def to_owners(x, rows, mesh):
     missing = n * world_size - len(x)
     if mesh is None:
         return F.pad(x, (0, 0, 0, 0, 0, missing)).view(world_size, n, *x.shape[1:])[dist.get_rank()]
-    # as torch.chunk splits rows: all shards but the last have the same number of rows
+    # as torch.chunk splits rows: the last shards may have fewer rows, or none
     shard = -(-rows // world_size)
     x = F.pad(x, (0, 0, 0, shard - x.size(1), 0, missing))
     received = torch.empty_like(x)

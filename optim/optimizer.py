@@ -24,7 +24,7 @@ def make_optimizer(model, config):
             matrices.setdefault((parameter.shape, parts), []).append(parameter)
     taken = {id(parameter) for each in matrices.values() for parameter in each}
     rest = [parameter for parameter in model.parameters() if id(parameter) not in taken]
-    # not `if matrices`: with --pipeline a rank may have none
+    # `matrices` may be empty on a rank of --pipeline
     peak = config.adamw_lr if config.optimizer == "muon" else config.lr
     groups = [
         dict(params=[p for p in rest if p.dim() >= 2], weight_decay=config.weight_decay, peak=peak),

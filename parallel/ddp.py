@@ -21,6 +21,9 @@ def wrap_ddp(model, config, distributed):
     device_ids = [distributed.device.index] if distributed.device.type == "cuda" else None
     # gradient_as_bucket_view: gradients are views of the communication buckets, which saves one copy of all gradients
     ddp = DistributedDataParallel(model, device_ids=device_ids, gradient_as_bucket_view=True)
+    # overlap_gradients: torch.compile splits its graph at DDP's buckets, so that a bucket's all-reduce runs during the
+    # rest of backward. Each split adds passes over memory. https://docs.pytorch.org/docs/stable/notes/ddp.html
+    torch._dynamo.config.optimize_ddp = config.overlap_gradients
     # bf16_gradients: the all-reduce sends half the bytes
     if config.bf16_gradients:
         ddp.register_comm_hook(None, bf16_compress_hook)
@@ -38,15 +41,8 @@ def micro_batch(model, train_forward, config, last):
         model.set_is_last_backward(last)
         model.set_requires_all_reduce(last)
         model.set_reshard_after_backward(last or config.parallel in ("zero3", "hsdp"))
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(tensor.loss(config))
-        if isinstance(train_forward, DistributedDataParallel):
-            # overlap_gradients: torch.compile splits its graph at DDP's buckets, so that a bucket's all-reduce runs
-            # during the rest of backward. Each split adds passes over memory.
-            # https://docs.pytorch.org/docs/stable/notes/ddp.html
-            stack.enter_context(torch._dynamo.config.patch(optimize_ddp=config.overlap_gradients))
-            if not last:
-                stack.enter_context(train_forward.no_sync())
+    local = isinstance(train_forward, DistributedDataParallel) and not last
+    with tensor.loss(config), train_forward.no_sync() if local else contextlib.nullcontext():
         yield
 
 

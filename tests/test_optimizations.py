@@ -9,6 +9,7 @@ import pytest
 import torch
 from conftest import ROOT, logged, skip_without_flash4
 
+import availability
 from config import Config
 from kernels import sdpa
 from model import GPTConfig
@@ -205,3 +206,15 @@ def test_cudnn_attention_is_for_the_gpus_where_it_is_fast(monkeypatch, name, cap
         config, _ = turn_off_unavailable(Config(attention_backend=backend), Distributed(0, 1, torch.device("cuda")))
         assert config.packed_qkv == (backend == "cudnn") and config.flash == (backend != "written_out")
         assert config.attention_backend == backend
+
+
+@pytest.mark.parametrize("backend, packed", [("efficient", True), ("cudnn", False)])
+def test_backends_without_documents(backend, packed):
+    flags = dict(attention_backend=backend, packed_qkv=packed, mask_documents=True)
+    reason = availability.attention_backend(Config(**flags), Distributed(0, 1, torch.device("cuda")))
+    assert reason == "--mask_documents runs on FlashAttention or packed_qkv"
+
+
+def test_a_sharded_run_on_one_rank_is_ddp():
+    reason = availability.bf16_gpu(Config(autocast="bf16", parallel="zero3"), Distributed(0, 1, torch.device("cpu")))
+    assert reason.startswith("with ddp it is for GPUs")

@@ -86,7 +86,7 @@ def test_a_token_outside_the_vocabulary_is_an_error(tmp_path):
 def test_a_shard_that_is_truncated_while_it_is_read_is_an_error(corpus, rank, shuffle):
     """On every rank, by way of the thread that reads ahead; a memory map would end the process with SIGBUS."""
     stream = TokenStream(open_shards(corpus, "train"), shuffle=shuffle)
-    loader = Loader(stream, 2, 16, "cpu", rank, world_size=2)
+    loader = Loader(stream, 2, 16, "cpu", rank, data_size=2)
     if not shuffle:
         loader.next_batch()  # the window is indexed
     for shard in stream.shards:
