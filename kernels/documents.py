@@ -57,7 +57,8 @@ def find_offsets(tokens, end_of_text):
     ends = size * torch.arange(1, groups + 1, dtype=torch.int32)
     offsets = ends[:, None].repeat(1, padded_count(first.sum(dim=1).max().item()) + 1)
     group, place = first.nonzero(as_tuple=True)
-    offsets[group, first.cumsum(dim=1)[first] - 1] = (size * group + place).int()
+    number = first.cumsum(dim=1)[first] - 1  # of a document in its group
+    offsets[group, number] = (size * group + place).int()
     return offsets
 
 

@@ -40,9 +40,8 @@ def backward(dy, qkv, y, stats, n_head, dqkv, offsets=None):
     if offsets is None:
         return launch(dy, qkv, y, stats.squeeze(3), n_head, dqkv)
     groups, T = len(offsets), qkv.size(1)
-    dy, qkv, y, dqkv, stats = (
-        x.view(groups, -1, x.size(2)) for x in (dy, qkv, y, dqkv, stats)
-    )  # (groups, tokens, ...)
+    # (groups, tokens, ...)
+    dy, qkv, y, dqkv, stats = (x.view(groups, -1, x.size(2)) for x in (dy, qkv, y, dqkv, stats))
     stats = stats.mT.contiguous()  # (groups, H, tokens)
     offsets = offsets - offsets[:, :1]  # from the group's first token
     for *tensors, stats_of_group, bounds, gradient in zip(dy, qkv, y, stats, offsets, dqkv):
