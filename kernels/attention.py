@@ -19,7 +19,6 @@ import torch
 
 from common.cli import UserError, first_line
 from kernels import flash4
-from kernels.documents import one_list
 
 TYPES = {torch.bfloat16: cudnn.data_type.BFLOAT16, torch.float16: cudnn.data_type.HALF}
 
@@ -110,7 +109,6 @@ def execute(B, T, H, D, tensors, offsets, backward=False):
     device = tensors[0].device
     sequences, ragged = B, 0
     if offsets is not None:
-        offsets = one_list(offsets)
         sequences, ragged = len(offsets) - 1, B * T
         tensors = [*tensors, *ragged_tensors(offsets, H, D)]
     try:
@@ -128,7 +126,7 @@ def execute(B, T, H, D, tensors, offsets, backward=False):
 
 
 def ragged_tensors(offsets, H, D):
-    """The tensors of RAGGED for a list of offsets in tokens; cuDNN's are in elements of each tensor."""
+    """The tensors of RAGGED for documents at these offsets, in tokens; cuDNN's are in elements of each tensor."""
     lengths = offsets.diff()
     packed, plain, stats = offsets * row_widths(H, D, offsets.device)
     return lengths, lengths, packed, packed, packed, plain, stats

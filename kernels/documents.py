@@ -11,6 +11,7 @@ import math
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 
 from common.cli import UserError
 
@@ -23,7 +24,7 @@ class Documents(NamedTuple):
     """The documents of a micro-batch, as attention takes them; without values, each row is one document."""
 
     hidden: torch.Tensor | None = None  # (B, 1, T, T) bool: keys that a query must not see
-    offsets: torch.Tensor | None = None  # (groups, N + 1) int32, see find_offsets
+    offsets: torch.Tensor | None = None  # (documents + 1,) int32, see find_offsets
 
 
 NO_BOUNDARIES = Documents()
@@ -42,40 +43,40 @@ def find_hidden(tokens, end_of_text):
     return ((document[:, :, None] != document[:, None, :]) | future)[:, None]
 
 
-def find_offsets(tokens, end_of_text):
-    """Where each document begins among the B·T tokens: (groups, N + 1) int32, a list for each group of rows.
-
-    A list ends with the first token of the next group, repeated to N + 1. N is padded_count of the most documents.
-    tokens (B, T) in host memory: there the number of documents, which a kernel launch needs, is known without waiting
-    for the GPU.
-    """
-    B, T = tokens.shape
+def count_groups(B, T):
+    """Number of equal groups of rows with about GROUP_TOKENS tokens each."""
     divisors = [n for n in range(1, B + 1) if B % n == 0]
-    groups = min(divisors, key=lambda n: abs(math.log(B * T / n / GROUP_TOKENS)))
-    size = B * T // groups
+    return min(divisors, key=lambda n: abs(math.log(B * T / n / GROUP_TOKENS)))
+
+
+def find_offsets(tokens, end_of_text):
+    """Where each document begins among the B·T tokens, then B·T: (groups · N + 1,) int32.
+
+    Each of the count_groups(B, T) groups has N offsets, padded_count of the most documents: those of its documents,
+    then its end, repeated. So the N + 1 offsets from g · N on bound the documents of group g. FlashAttention calls the
+    offsets cu_seqlens. tokens (B, T) in host memory: there the number of documents, which a kernel launch needs, is
+    known without waiting for the GPU.
+    """
+    groups = count_groups(*tokens.shape)
+    size = tokens.numel() // groups
     first = first_tokens(tokens, end_of_text).reshape(groups, size)
     ends = size * torch.arange(1, groups + 1, dtype=torch.int32)
-    offsets = ends[:, None].repeat(1, padded_count(first.sum(dim=1).max().item()) + 1)
+    offsets = ends[:, None].repeat(1, padded_count(first.sum(dim=1).max().item()))
     group, place = first.nonzero(as_tuple=True)
     number = first.cumsum(dim=1)[first] - 1  # of a document in its group
     offsets[group, number] = (size * group + place).int()
-    return offsets
-
-
-def one_list(offsets):
-    """The offsets of all groups in one list, (groups · N + 1,), which FlashAttention calls cu_seqlens."""
-    return torch.cat([offsets[:, :-1].flatten(), offsets[-1, -1:]])
+    return F.pad(offsets.flatten(), (0, 1), value=tokens.numel())
 
 
 def move_offsets(offsets, device):
     """The result of find_offsets on a device, marked for torch.compile: one graph for any number of documents."""
     offsets = offsets.to(device, non_blocking=True)
-    torch._dynamo.mark_dynamic(offsets, 1)
+    torch._dynamo.mark_dynamic(offsets, 0)
     return offsets
 
 
 def padded_count(count):
-    """Sequences in a list of `count` documents: the next multiple of 4, from 128 on of 8, from 256 on of 16, ...
+    """Offsets of a group with `count` documents: the next multiple of 4, from 128 on of 8, from 256 on of 16, ...
 
     So numbers are few: cuDNN builds a plan for each. The additional sequences are empty, but take time.
     """
@@ -102,7 +103,6 @@ def document_attention(qkv: torch.Tensor, n_head: int, offsets: torch.Tensor) ->
     for more documents than LARGEST_GRID.
     """
     B, T, width = qkv.shape
-    offsets = one_list(offsets)
     if len(offsets) > LARGEST_GRID:
         raise UserError(f"FlashAttention takes {LARGEST_GRID:,} documents at most: use a smaller --micro_batch_size")
     y, stats, *_ = torch.ops.aten._flash_attention_forward(
@@ -128,7 +128,6 @@ def document_attention_backward(
 ) -> torch.Tensor:
     """The gradient of qkv, (B, T, 3C), for dy (B, T, C)."""
     T = qkv.size(1)
-    offsets = one_list(offsets)
     dy, y = (tensor.reshape(-1, n_head, tensor.size(2) // n_head) for tensor in (dy, y))
     dropout = dict(rng_state=torch.zeros(2, dtype=torch.uint64, device=y.device), unused=y.new_empty(0), dropout_p=0.0)
     gradients = torch.ops.aten._flash_attention_backward(

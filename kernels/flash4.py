@@ -11,6 +11,7 @@ import os
 import torch
 
 from common.cli import UserError, first_line
+from kernels.documents import count_groups
 
 # The package compiles its kernels at their first use, which takes seconds; with this it keeps them on disk
 os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
@@ -28,21 +29,24 @@ def missing():
         return f"flash-attn-4 cannot be used ({first_line(error)})"
 
 
-def backward(dy, qkv, y, stats, n_head, dqkv, offsets=None):
+def backward(dy, qkv, y, stats, n_head, dqkv, offsets):
     """Write the gradient of qkv (B, T, 3C) to dqkv, for dy and y (B, T, C), all contiguous, bf16 or fp16.
 
-    stats: the log-sum-exp of each softmax, float32: (B, H, T, 1), or (B, T, H) with documents. offsets: the result of
-    kernels.documents.find_offsets. Raises UserError for other head widths than WIDTHS, and if the kernels on disk
-    cannot be read or written.
+    stats: the log-sum-exp of each softmax, float32: (B, H, T, 1), or (B, T, H) with documents. offsets: None, or the
+    result of kernels.documents.find_offsets. Raises UserError for other head widths than WIDTHS, and if the kernels on
+    disk cannot be read or written.
     """
     if (width := y.size(2) // n_head) not in WIDTHS:
         raise UserError(f"FlashAttention-4 has a backward for heads of width {WIDTHS}, not {width}")
     if offsets is None:
         return launch(dy, qkv, y, stats.squeeze(3), n_head, dqkv)
-    groups, T = len(offsets), qkv.size(1)
+    B, T, _ = qkv.shape
+    groups = count_groups(B, T)
     # (groups, tokens, ...)
     dy, qkv, y, dqkv, stats = (x.view(groups, -1, x.size(2)) for x in (dy, qkv, y, dqkv, stats))
     stats = stats.mT.contiguous()  # (groups, H, tokens)
+    N = (len(offsets) - 1) // groups
+    offsets = offsets.unfold(0, N + 1, N)  # (groups, N + 1)
     offsets = offsets - offsets[:, :1]  # from the group's first token
     for *tensors, stats_of_group, bounds, gradient in zip(dy, qkv, y, stats, offsets, dqkv):
         documents = dict(cu_seqlens_q=bounds, cu_seqlens_k=bounds, max_seqlen_q=T, max_seqlen_k=T)

@@ -22,7 +22,7 @@ from tqdm import tqdm
 from common.cli import UserError, first_line, is_out_of_memory, parse, run
 from common.device import missing_package
 from kernels import flash4
-from kernels.documents import NO_BOUNDARIES, Documents, document_attention, find_hidden, find_offsets, one_list
+from kernels.documents import NO_BOUNDARIES, Documents, document_attention, find_hidden, find_offsets
 from kernels.sdpa import BACKENDS
 from model import GPTConfig, causal_attention
 from observe import figures, roofline
@@ -165,7 +165,7 @@ def measure(name, D, T, flags, device):
     if flags.documents:
         starts = torch.rand(B, T, generator=torch.Generator().manual_seed(T)) < 1 / flags.documents
         offsets = find_offsets(starts, True)
-        share = (one_list(offsets).diff().double() ** 2).sum().item() / (flags.tokens * T)
+        share = (offsets.diff().double() ** 2).sum().item() / (flags.tokens * T)
         if device.type != "cuda" or name == "written out":
             documents = Documents(hidden=find_hidden(starts.to(device), True))
         else:

@@ -153,4 +153,4 @@ def test_offsets_of_the_documents_in_each_micro_batch(corpus):
     for _ in range(3):
         x, _, offsets = loader.next_batch()
         starts = [i for i, token in enumerate(x.flatten().tolist()) if token == END_OF_TEXT or i % 16 == 0]
-        assert offsets[0].tolist()[: len(starts) + 1] == [*starts, 64] and len(starts) > 4
+        assert offsets.tolist()[: len(starts) + 1] == [*starts, 64] and len(starts) > 4
