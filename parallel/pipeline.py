@@ -236,8 +236,8 @@ class Pipeline(GPT):
         micro_batches = [next_batch() for _ in range(micro_steps)]
         for stage in self.stages:  # the schedule passes x alone, and each stage takes the micro-batches in order
             stage.micro_batches = iter(micro_batches)
-        inputs, targets, _ = zip(*micro_batches)
-        idx, targets = torch.cat(inputs), torch.cat(targets)  # (M·B, T)
+        idx, targets, _ = zip(*micro_batches)
+        idx, targets = torch.cat(idx), torch.cat(targets)  # (M·B, T)
         losses = []
         with tensor.loss(self.flags):
             inputs = [idx] if self.has_embedding else []
