@@ -96,6 +96,21 @@ def test_memory_and_speed_are_those_measured():
     assert len(rates) == 9
 
 
+def test_measurements_on_h100s_to_which_no_formula_is_fitted():
+    of_others, long = dict(total_batch_size=262144), dict(seq_len=32768, total_batch_size=131072)
+    for gpus, flags, gb, rate in (
+        (1, dict(micro_batch_size=128), 41.02, 597900),
+        (2, dict(micro_batch_size=128), 41.48, 1165300),
+        (1, dict(of_others, model="gpt2-medium", micro_batch_size=64), 55.46, 225800),
+        (1, dict(of_others, model="gpt2-large", micro_batch_size=32), 59.67, 102500),
+        (1, dict(of_others, model="gpt2-xl", micro_batch_size=16), 65.50, 50500),
+        (2, dict(long, context=2, micro_batch_size=4), 23.44, 314100),
+    ):
+        memory, estimated = estimate(gpus, **flags)
+        assert memory.peak / GB == pytest.approx(gb, rel=0.05), flags
+        assert estimated == pytest.approx(rate, rel=0.15 if "context" in flags else 0.07), flags
+
+
 def test_memory_speed_and_order_of_split_models_are_those_measured():
     """On two GPUs; each model's modes from the fastest to the slowest."""
     tensor = dict(tensor=2, fused_cross_entropy=False, fused_gelu=False)
