@@ -158,7 +158,7 @@ def climb(config):
             if result["status"] == "done":
                 on += names
                 before = rung
-            show(result | dict(rung=label(names, result, rung.parallel)))
+            show(result | dict(rung=label(names, result, rung.parallel, results)))
     done = [result for result in results if result["status"] == "done"]
     if done:
         print(f"{done[-1]['tokens_per_sec'] / done[0]['tokens_per_sec']:.1f} × from {done[0]['rung']} to the last rung")
@@ -263,12 +263,16 @@ def with_rungs(config, on, first):
     return dataclasses.replace(config, **changes)
 
 
-def label(names, result, mode):
-    """A rung's name in the table; mode: its --parallel."""
+def label(names, result, mode, earlier=()):
+    """A rung's name in the table; mode: its --parallel; earlier: the results of the rungs before."""
     if result["status"] != "done":
         return "+ " + " + ".join(map(str, names)).replace("ddp + ", f"{mode.upper()} × ")
     facts = result["facts"] | dict(parallel=mode.upper())
-    return "+ " + " + ".join(RUNGS[name].rung.format(**facts) for name in names if name in RUNGS)
+    text = "+ " + " + ".join(RUNGS[name].rung.format(**facts) for name in names if name in RUNGS)
+    sizes = [other["facts"]["micro_batch_size"] for other in [*earlier, result] if other["status"] == "done"]
+    if len(sizes) > 1 and sizes[-1] != sizes[-2] and "micro_batch" not in names:
+        text += f" (micro-batch {sizes[-1]})"  # what fits has changed
+    return text
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -317,6 +317,14 @@ def test_rungs_change_their_own_flags_alone():
     assert ladder.label(("ddp", 2), dict(status="skipped"), "hsdp") == "+ HSDP × 2"
 
 
+def test_a_rung_that_changes_the_micro_batch_says_so():
+    before, after = (done(Config(micro_batch_size=size), 1.0) for size in (32, 64))
+    earlier = [before, dict(status="skipped")]
+    assert ladder.label(("flash",), after, "ddp", earlier) == "+ flash (micro-batch 64)"
+    assert ladder.label(("flash",), before, "ddp", earlier) == "+ flash"
+    assert ladder.label(("micro_batch",), after, "ddp", earlier) == "+ micro-batch of 64"
+
+
 def test_a_gpu_without_bf16_and_tf32(canned, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
