@@ -7,7 +7,6 @@ torchrun --standalone --nproc_per_node=8 bench.py
 
 import common.interrupt  # first: Ctrl-C during the other imports
 
-import math
 import statistics
 import sys
 from dataclasses import dataclass, replace
@@ -24,6 +23,7 @@ from kernels.documents import find_offsets, move_offsets
 from observe.hardware import environment, flops_per_token, peak_flops, peak_memory
 from observe.measure import SETTLING_STEPS
 from observe.plan import note_lines
+from observe.power import mj_per_token
 from observe.ranks import energy
 from observe.step_memory import RECORDED_STEP, describe_memory
 from parallel import fsdp, pipeline, process_group
@@ -103,8 +103,10 @@ def report(trainer, results):
     mfu = f", MFU {flops / (peak * distributed.world_size):.1%}" if peak else ""
     memory = peak_memory(distributed.device)
     # a result has the energy of the step before
-    joules = statistics.fmean([energy(result.ranks) for result in results[SETTLING_STEPS + 1 :]] or [math.nan])
-    power = f", {1000 * joules / results[-1].tokens:.3g} mJ a token" if math.isfinite(joules) else ""
+    joules = [energy(result.ranks) for result in results[SETTLING_STEPS + 1 :]]
+    timed = results[SETTLING_STEPS:-1]
+    mj = mj_per_token(joules, [result.seconds for result in timed], sum(result.tokens for result in timed))
+    power = f", {mj:.3g} mJ a token" if mj else ""
     print(f"{rate:,.0f} tokens/sec, {1000 * step:.2f} ms a step{mfu}, peak memory {memory:.2f} GB{power}")
     devices = f"{distributed.world_size} × {environment(distributed.device)['hardware']}"
     devices += f", {pipeline.describe(config, distributed)}" if distributed.world_size > 1 else ""

@@ -5,6 +5,7 @@ A child process inherits no memory, compiled graphs or settings from the measure
 
 import dataclasses
 import json
+import math
 import os
 import re
 import shlex
@@ -18,6 +19,7 @@ from pathlib import Path
 from checkpoints.run_folder import folder_of, make_folder
 from common.cli import UserError
 from common.files import read_json, write_json
+from observe.power import mj_per_token
 
 SETTLING_STEPS = 5  # steps that are not measured: compilation, the allocator's growth, the clock's settling
 OUT_OF_MEMORY = "out of memory"
@@ -44,7 +46,7 @@ def measure(arguments, folder, name, ranks, steps, bar):
     "done" come with a reason.
     A done run has ms, tokens_per_sec and mfu (medians over the steps after SETTLING_STEPS), spread (interquartile range
     of ms over its median), peak_gb, memory_gb ({part: GB} at the peak of a step of rank 0, see observe/step_memory.py;
-    None without a GPU), mj_per_token (mean energy of all GPUs, or None), loss (of the last step), and facts (the run's
+    None without a GPU), mj_per_token (energy of all GPUs, or None), loss (of the last step), and facts (the run's
     config.json).
     """
     launcher, options, module = "python", [], []
@@ -102,9 +104,9 @@ def measure(arguments, folder, name, ranks, steps, bar):
     quartiles = statistics.quantiles(ms, n=4) if len(ms) > 1 else ms * 3
     medians["spread"] = (quartiles[2] - quartiles[0]) / quartiles[1]
     # a row has the energy of the step before
-    joules = [row["joules"] for row in rows[SETTLING_STEPS + 1 :] if "joules" in row]
-    mean_tokens = (rows[-2]["tokens"] - rows[SETTLING_STEPS - 1]["tokens"]) / max(1, len(rows) - SETTLING_STEPS - 1)
-    medians["mj_per_token"] = 1000 * statistics.mean(joules) / mean_tokens if joules else None
+    joules = [row.get("joules", math.nan) for row in rows[SETTLING_STEPS + 1 :]]
+    tokens = rows[-2]["tokens"] - rows[SETTLING_STEPS - 1]["tokens"]
+    medians["mj_per_token"] = mj_per_token(joules, [row["step_ms"] / 1000 for row in rows[SETTLING_STEPS:-1]], tokens)
     memory = next((row["memory_gb"] for row in rows if "memory_gb" in row), None)
     result |= medians | dict(peak_gb=rows[-1]["peak_gb"], memory_gb=memory, loss=rows[-1]["train_loss"], facts=facts)
     write_json(kept, result)

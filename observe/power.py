@@ -15,6 +15,7 @@ from common.device import missing_package
 from common.progress import print_over_bar
 
 PERIOD = 0.25  # seconds between two samples
+SHORTEST = 2  # seconds: the driver's power is the mean of one, so the energy of less time can be off by more than 5%
 
 
 class Sample(NamedTuple):
@@ -86,3 +87,12 @@ def read(handle):
         pynvml.nvmlDeviceGetClockInfo(handle, pynvml.NVML_CLOCK_SM),
         pynvml.nvmlDeviceGetTemperature(handle, pynvml.NVML_TEMPERATURE_GPU),
     )
+
+
+def mj_per_token(joules, seconds, tokens):
+    """Millijoules a token, from each step's joules and seconds, and the tokens of all steps.
+
+    None if an energy is not known, or if the steps took less than SHORTEST.
+    """
+    total = sum(joules)
+    return 1000 * total / tokens if sum(seconds) >= SHORTEST and math.isfinite(total) else None

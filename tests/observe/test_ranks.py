@@ -8,7 +8,7 @@ import torch
 from conftest import metrics
 
 from observe.hang import explain
-from observe.power import PowerMeter, Sample
+from observe.power import PowerMeter, Sample, mj_per_token
 from observe.ranks import RankHistory, RankReport, behind
 
 # Rank 1 takes a quarter of a second longer for each batch, and waits before the fourth and the fifth until the hang is
@@ -107,5 +107,8 @@ def test_energy_power_clock_and_temperature():
     assert "own_ms" not in alone.add([RankReport(joules=90.0, watts=700.0)])[0]
     assert alone.table()[1].split() == ["0", "–", "–", "–", "700", "–"]
     assert Sample(time=10.0, joules=500.0, watts=100.0).joules_at(10.25) == 525
+    assert mj_per_token([500.0, 700.0], [0.9, 1.1], tokens=600) == 2000
+    assert mj_per_token([500.0, 700.0], [0.9, 1.0], tokens=600) is None  # too short
+    assert mj_per_token([500.0, math.nan], [1.0, 1.0], tokens=600) is mj_per_token([], [], tokens=0) is None
     meter = PowerMeter(torch.device("cpu"))
     assert math.isnan(meter.joules()) and meter.problem is None
