@@ -152,7 +152,8 @@ def main():
     try:
         draw(folders, path)
     except (OSError, ValueError) as error:  # ValueError: --out has a suffix that matplotlib does not know
-        raise UserError(f"cannot write {path}: {error}") from error
+        reason = error.strerror if getattr(error, "filename", None) == str(path) else error
+        raise UserError(f"cannot write {path}: {reason}") from error
     print(path)
 
 

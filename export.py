@@ -3,7 +3,10 @@
     python export.py log/RUN my-gpt2                    # the newest checkpoint of a run
     python export.py out/ckpt.pt my-gpt2                # a checkpoint of nanoGPT or build-nanogpt
 
-A checkpoint of this project is such a folder already; the export leaves out the training state.
+A checkpoint of this project is such a folder already; the export leaves out the training state. Other benchmarks are
+lm_eval's (pip install lm_eval):
+
+    lm_eval --model hf --model_args pretrained=my-gpt2 --tasks arc_easy,piqa,lambada_openai
 """
 
 import common.interrupt  # first: Ctrl-C during the other imports
@@ -50,6 +53,7 @@ def main():
         raise UserError(f"cannot write {out}: {getattr(error, 'strerror', None) or first_line(error)}") from error
     print(f"{out}: {model.num_params():,} parameters")
     print(f'Next: transformers.AutoModelForCausalLM.from_pretrained("{out}")')
+    print(f"Next, other benchmarks: lm_eval --model hf --model_args pretrained={out} --tasks arc_easy,piqa")
 
 
 if __name__ == "__main__":

@@ -33,6 +33,7 @@ from observe import figures, layouts, time_to_loss
 from observe.figures import describe
 from observe.measure import OUT_OF_MEMORY, SETTLING_STEPS, measure, plain, prepare, report_failures, save
 from observe.tables import COLUMNS, WIDTHS, align, cells, markdown, sweep_markdown, uneven_warning, winners
+from observe.wandb_page import publish
 from optim import schedules
 from optim.recipes import TO_LOSS_DEMO, choose_recipes
 from optimizations import RUNGS, turn_off_unavailable
@@ -163,6 +164,7 @@ def climb(config):
     if done:
         print(f"{done[-1]['tokens_per_sec'] / done[0]['tokens_per_sec']:.1f} × from {done[0]['rung']} to the last rung")
     print(f"{folder}/ has ladder.md, ladder.json, ladder.png and every run")
+    publish(config, folder, "ladder")
     report_failures(results)
 
 
@@ -341,6 +343,7 @@ def climb_to_loss(config):
             save(folder, "to_loss", results, time_to_loss.markdown(results, config, baseline), draw)
     print(time_to_loss.sooner(results, baseline))
     print(f"{folder}/ has to_loss.md, to_loss.json, to_loss.png and every run")
+    publish(config, folder, "to_loss")
     report_failures(results)
 
 
@@ -387,6 +390,7 @@ def sweep(config):
         raise UserError(f"none of the {len(grid)} combinations ran: {results[0]['reason']}")
     print(*winners(done), sep="\n")
     print(f"{folder}/ has sweep.md, sweep.json, sweep.png and every run")
+    publish(config, folder, "sweep")
     report_failures(results)
 
 

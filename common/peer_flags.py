@@ -13,6 +13,9 @@ HINTS = {
     "fused_loss": "it is called --fused_cross_entropy",
     "val_steps": "use --val_tokens, val_steps × total_batch_size",
     "autotune": "there is no such flag: GEMMs are always tuned",
+    # commands of their own
+    "links": "run python -m observe.links, with torchrun",
+    "kernel": "run python -m observe.kernels",
     # batch
     "batch_size": "use --micro_batch_size (sequences on a device) or --total_batch_size (tokens in a step)",
     "device_batch_size": "use --micro_batch_size",

@@ -30,7 +30,8 @@ ALERT = "hang"  # prefix of the keys in the store; the number of the report foll
 
 @contextlib.contextmanager
 def watch(folder, distributed):
-    """Watch for hangs inside this context. folder: the run's, which gets a folder `hang`. One rank cannot hang.
+    """Watch for hangs inside this context. folder: the run's, which gets a folder `hang` for the first hang, `hang_2`
+    for the next, ... One rank cannot hang.
 
     The thread answers unless this rank's process is stopped, or a library keeps Python's global interpreter lock.
     """
@@ -61,7 +62,7 @@ def watch_collectives(folder, rank, world_size, store, done):
             if time.monotonic() - since > LIMIT:
                 store.set(alert, "")
             if store.check([alert]):
-                report(folder, rank, world_size, store, alert)
+                report(folder.with_name(f"hang_{reports + 1}") if reports else folder, rank, world_size, store, alert)
                 since, reports = time.monotonic(), reports + 1  # after a slow checkpoint training continues
         except dist.DistError:
             return  # the store's host has ended, and with it the job

@@ -110,8 +110,10 @@ class RunLog:
         columns.append(f"{rate:,.0f} tok/s")
         if mfu:
             columns.append(f"MFU {mfu:.1%}")
-        columns.append("time left unknown" if seconds_left is None else f"{duration(seconds_left)} left")
         of_ranks, slow_rank = self.ranks.add(result.ranks)
+        if "watts" in of_ranks:  # of the step before
+            columns.append(f"{of_ranks['watts']:.0f} W {of_ranks['sm_mhz']:.0f} MHz")
+        columns.append("time left unknown" if seconds_left is None else f"{duration(seconds_left)} left")
         if slow_rank:
             columns.append(slow_rank)
         if bad_steps:

@@ -1,9 +1,11 @@
 """The run's page on wandb. wandb never asks a question, and an error of wandb never stops training."""
 
 import contextlib
+import dataclasses
 import os
 
 from common.cli import UserError, first_line, python_command
+from common.files import read_json
 
 
 class WandbPage:
@@ -91,6 +93,20 @@ class WandbPage:
                     self._samples.add_data(step, text)
                 self.run.log({"val/samples": self._samples, "step": step})
 
+    def measurements(self, kind, results, figure):
+        """Add a table of the numbers and texts of results, a list of dictionaries, and the figure if it exists."""
+        with self._no_error():
+            if self.run is not None:
+                import wandb
+
+                flat = [{k: x for k, x in result.items() if isinstance(x, str | int | float)} for result in results]
+                columns = list(dict.fromkeys(name for row in flat for name in row))
+                table = wandb.Table(columns=columns, data=[[row.get(name) for name in columns] for row in flat])
+                values = {f"{kind}/table": table}
+                if figure.exists():
+                    values[f"{kind}/figure"] = wandb.Image(str(figure))
+                self.run.log(values)
+
     def finish(self):
         with self._no_error():
             if self.run is not None:
@@ -124,3 +140,16 @@ class WandbPage:
             yield
         except Exception as error:
             self.lose(error)
+
+
+def publish(config, folder, kind):
+    """Log KIND.json as a table, and KIND.png, of a ladder's folder to a run of their own in the group of its runs."""
+    if not (folder / f"{kind}.json").exists():
+        return  # no rung has run
+    page = WandbPage(dataclasses.replace(config, wandb_group=folder.name))
+    results = [result.get("cell", {}) | result for result in read_json(folder / f"{kind}.json")["results"]]
+    page.start(folder, dict(wandb_id=None))
+    page.measurements(kind, results, folder / f"{kind}.png")
+    if where := page.where_to_watch():
+        print(f"table and figure: {where}")
+    page.finish()
