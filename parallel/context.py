@@ -41,7 +41,8 @@ def check_flags(config, distributed):
     fits = [n for n in range(2, min(ranks, heads) + 1) if ranks % n == 0 and config.seq_len % n == 0]
     hint = try_one_of(fits, "use --context 1")
     tokens = f"{config.seq_len} tokens of a sequence"
-    for number, things in ((ranks, ranks_in_words(ranks, config.tensor)), (config.seq_len, tokens)):
+    groups = ranks_in_words(ranks, config.tensor, f"--tensor {config.tensor}")
+    for number, things in ((ranks, groups), (config.seq_len, tokens)):
         if number % size:
             raise UserError(f"--context {size} does not divide {things}: {hint}")
     if size > heads:

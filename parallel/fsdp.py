@@ -60,12 +60,15 @@ def check_flags(config, distributed, notes):
         ranks = distributed.data_context_size
         if ranks % config.shard_ranks:
             fits = [size for size in range(2, ranks + 1) if ranks % size == 0]
-            where, hint = ranks_in_words(ranks, config.tensor), try_one_of(fits, "use --parallel ddp")
+            where = ranks_in_words(ranks, config.tensor, f"--tensor {config.tensor}")
+            hint = try_one_of(fits, "use --parallel ddp")
             raise UserError(f"--shard_ranks {config.shard_ranks} does not divide {where}: {hint}")
-        if ranks == config.shard_ranks:
+        if ranks == config.shard_ranks > 1:
             notes.append(Note("parallel", "hsdp", "all ranks share one copy, which is zero3"))
-        if config.shard_ranks == 1:
+        if config.shard_ranks == 1 < ranks:
             notes.append(Note("parallel", "hsdp", "each rank holds a whole copy, which is ddp"))
+    if config.parallel != "ddp" and distributed.data_context_size == 1:
+        notes.append(Note("parallel", config.parallel, "the split leaves one rank to shard over: nothing is sharded"))
 
 
 def check_accumulation(config, distributed):

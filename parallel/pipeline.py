@@ -47,7 +47,8 @@ def check_flags(config, distributed):
     groups = distributed.world_size // config.tensor
     if groups % size:
         fits = [n for n in range(2, (config.n_layer + 1) // config.stages_per_rank + 1) if groups % n == 0]
-        where, hint = ranks_in_words(groups, config.tensor), try_one_of(fits, "use --pipeline 1")
+        where = ranks_in_words(groups, config.tensor, f"--tensor {config.tensor}")
+        hint = try_one_of(fits, "use --pipeline 1")
         raise UserError(f"--pipeline {size} does not divide {where}: {hint}")
     if config.parallel in ("zero3", "hsdp"):
         raise UserError(

@@ -188,7 +188,8 @@ def try_one_of(sizes, otherwise):
     return f"try one of {sizes}" if sizes else otherwise
 
 
-def ranks_in_words(count, size):
-    """`count` ranks, or `count` groups of `size` ranks."""
+def ranks_in_words(count, size, flag=""):
+    """`count` ranks, or `count` groups of `size` ranks, with the flag that makes the groups."""
     plural = "s" if count != 1 else ""
-    return f"{count} rank{plural}" if size == 1 else f"{count} group{plural} of {size} ranks"
+    groups = f"{count} group{plural} of {size} ranks" + (flag and f" ({flag})")
+    return f"{count} rank{plural}" if size == 1 else groups

@@ -53,7 +53,7 @@ def test_flags_that_do_not_fit_are_refused_in_one_line():
         (6, dict(context=4), "--context 4 does not divide 6 ranks: try one of [2]"),
         (3, dict(context=2), "--context 2 does not divide 3 ranks: use --context 1"),
         (12, dict(context=3), "--context 3 does not divide 1024 tokens of a sequence: try one of [2, 4]"),
-        (12, dict(context=4, tensor=2), "--context 4 does not divide 6 groups of 2 ranks: try one of [2]"),
+        (12, dict(context=4, tensor=2), "--context 4 does not divide 6 groups of 2 ranks (--tensor 2): try one of [2]"),
         (16, dict(context=16), "--context 16 is more than 12 attention heads: try one of [2, 4, 8]"),
         (16, dict(context=4, tensor=4), "more than 3 attention heads in each of 4 parts of a layer: try one of [2]"),
         (4, dict(context=2, total_batch_size=1024), "over 2 groups of 2 ranks: try 2048"),

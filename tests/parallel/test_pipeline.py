@@ -136,7 +136,7 @@ def test_flags_that_do_not_fit_are_refused_in_one_line():
     few = dict(pipeline=2, seq_len=1024, total_batch_size=4096)
     for ranks, flags, words in (
         (4, dict(pipeline=3), "--pipeline 3 does not divide 4 ranks: try one of [2, 4]"),
-        (8, dict(pipeline=3, tensor=2), "--pipeline 3 does not divide 4 groups of 2 ranks: try one of [2, 4]"),
+        (8, dict(pipeline=3, tensor=2), "does not divide 4 groups of 2 ranks (--tensor 2): try one of [2, 4]"),
         (16, dict(pipeline=16), "16 stages, but 12 blocks and the head fill 13 at most"),
         (4, dict(pipeline=4, stages_per_rank=4), "--pipeline 4 × --stages_per_rank 4 are 16 stages, but 12 blocks"),
         (2, dict(pipeline=1, stages_per_rank=2), "--stages_per_rank is for --pipeline"),

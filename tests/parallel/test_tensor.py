@@ -108,7 +108,7 @@ def test_flags_that_do_not_fit_are_refused_in_one_line():
         (2, dict(tensor=2, optimizer="muon"), "--optimizer muon orthogonalizes whole matrices"),
         (2, dict(tensor=2, adamw_states="int8"), "--adamw_states int8 has scales for blocks of whole rows"),
         (2, dict(tensor=2, autocast="fp16"), "needs --parallel ddp, not --tensor 2"),
-        (8, dict(tensor=2, parallel="hsdp", shard_ranks=3), "does not divide 4 groups of 2 ranks: try one of [2, 4]"),
+        (8, dict(tensor=2, parallel="hsdp", shard_ranks=3), "4 groups of 2 ranks (--tensor 2): try one of [2, 4]"),
     ):
         with pytest.raises(UserError) as error:
             resolved(ranks, **flags)
@@ -121,6 +121,9 @@ def test_the_plan_describes_the_mesh():
     words, notes = resolved(12, tensor=3, parallel="hsdp", shard_ranks=2)
     assert words == "3 ranks split every layer; hsdp over 4 such groups, 2 copies on 2 such groups each"
     assert "so every rank holds the whole residual stream" in notes
+    for mode in ("zero2", "hsdp"):
+        notes = resolved(2, tensor=2, parallel=mode)[1]
+        assert notes.count(f"parallel is {mode}: ") == 1 and "nothing is sharded" in notes
 
 
 def test_one_rank_splits_nothing(train):

@@ -1,0 +1,58 @@
+"""Runs of the whole program with split layers, sequences or depth have the figures of one rank."""
+
+import json
+
+import pytest
+import torch
+from conftest import expect_error, logged, make_items, metrics
+from test_layouts import assert_same, weights
+
+MIDDLE, STEPS = 5, 10
+AT_MIDDLE = f"log/{{}}/checkpoint_{MIDDLE:06d}".format
+ON_TWO_RANKS = dict(
+    tensor="--tensor 2",
+    context_zero3="--context 2 --parallel zero3",
+    pipeline="--pipeline 2",
+    interleaved="--pipeline 2 --stages_per_rank 2",
+    tensor_to_pipeline=f"--tensor 1 --pipeline 2 --resume {AT_MIDDLE('tensor')}",
+    pipeline_to_pipeline=f"--pipeline 2 --resume {AT_MIDDLE('pipeline')}",
+)
+# with a mode that divides the data or the weights
+ON_FOUR_RANKS = dict(
+    tensor_zero2="--tensor 2 --parallel zero2",
+    context_hsdp="--context 2 --parallel hsdp --shard_ranks 2",
+    pipeline_zero2="--pipeline 2 --parallel zero2",
+)
+WITH_MUON = dict(muon_context="--context 2", muon_pipeline="--pipeline 2")  # --tensor refuses it
+
+
+def test_figures_checkpoints_and_exports(train, train_several, command, tmp_path):
+    (tmp_path / "items.jsonl").write_text("".join(json.dumps(item) + "\n" for item in make_items(2)))
+    steps = f"--n_layer 3 --micro_batch_size 1 --mask_documents --max_steps {STEPS} --checkpoint_every {MIDDLE}"
+    evaluations = f"--val_every {STEPS} --hellaswag_every {STEPS} --sample_every {STEPS}"
+    flags = [*steps.split(), *evaluations.split(), "--hellaswag_data", str(tmp_path / "items.jsonl")]
+    muon = [*steps.split(), "--optimizer", "muon"]
+    whole, whole_muon = train("whole", *flags), train("whole_muon", *muon)
+    of_two = {name: [*flags, *more.split()] for name, more in ON_TWO_RANKS.items()}
+    with_muon = {name: [*muon, *more.split()] for name, more in WITH_MUON.items()}
+    of_four = {name: [*flags, *more.split()] for name, more in ON_FOUR_RANKS.items()}
+    runs = train_several(2, of_two | with_muon)
+    for run in runs[len(of_two) :]:
+        assert logged(run) == pytest.approx(logged(whole_muon), abs=1e-4)
+    samples = [row["samples"] for row in metrics(whole) if "samples" in row]
+    for run in (*runs[: len(of_two)], *train_several(4, of_four)):
+        assert_same(run, whole, steps=STEPS - MIDDLE if "_to_" in run.name else STEPS)
+        assert [row["samples"] for row in metrics(run) if "samples" in row] == samples
+
+    def final(name):
+        return tmp_path / "log" / name / f"checkpoint_{STEPS:06d}"
+
+    expected = weights(final("pipeline"))
+    assert command("export.py", final("pipeline"), "exported").returncode == 0
+    # a resumed run is the uninterrupted one, bit by bit
+    for folder in (tmp_path / "exported", final("pipeline_to_pipeline")):
+        for name, weight in weights(folder).items():
+            assert torch.equal(weight, expected[name]), name
+    piece = next(final("pipeline").glob("shard-00001-*"))
+    piece.write_bytes(piece.read_bytes()[:-1] + b"x")
+    expect_error(command("sample.py", final("pipeline")), "is damaged: shard-00001-", "is not what was written")
