@@ -290,9 +290,13 @@ def is_out_of_memory(error):
     return isinstance(error, MemoryError | torch.OutOfMemoryError) or any(sign in str(error) for sign in signs)
 
 
+# What gloo and NCCL say on the ranks that are left
+PEER_IS_GONE = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "remote process exited")
+
+
 def run(main):
-    """Call main(). A UserError or a full disk prints one line on standard error and ends with exit code 1, Ctrl-C with
-    130."""
+    """Call main(). A UserError, a full disk or another rank's end prints one line on standard error and ends with exit
+    code 1, Ctrl-C with 130."""
     while (spare := os.open(os.devnull, os.O_RDWR)) < 3:
         pass  # the caller closed a standard stream, as >&- does: no other file may get its number
     os.close(spare)
@@ -308,8 +312,13 @@ def run(main):
         gc.enable()
     try:
         main()
-    except (UserError, OSError) as error:
-        if isinstance(error, OSError):
+    except (UserError, OSError, RuntimeError) as error:
+        if isinstance(error, RuntimeError):
+            sign = next((sign for sign in PEER_IS_GONE if sign in str(error)), None)
+            if sign is None:
+                raise
+            error = f"another rank has ended ({sign}): its own output, or torchrun's summary, says why"
+        elif isinstance(error, OSError):
             if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                 raise
             error = f"cannot write {error.filename or 'a file'}: {error.strerror}"

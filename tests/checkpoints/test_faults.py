@@ -304,8 +304,9 @@ def test_a_rank_that_dies_ends_the_others(tmp_path, corpus):
         time.sleep(0.02)
     os.kill(children(process)[1], signal.SIGKILL)
     began = time.monotonic()
-    process.communicate(timeout=90)
+    _, errors = process.communicate(timeout=90)
     assert process.returncode and time.monotonic() - began < 60
+    assert "error: another rank has ended (" in errors and "RuntimeError" not in errors
 
 
 def test_a_damaged_checkpoint_gives_way_to_the_one_before(train):
