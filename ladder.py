@@ -112,6 +112,13 @@ def short_run(config):
     return flags(dataclasses.replace(plain(config), **off, max_steps=SETTLING_STEPS + config.ladder_steps))
 
 
+def finish(config, folder, kind, results):
+    """Say where the results are, and log them to wandb. Raises UserError if a run failed."""
+    print(f"{folder}/ has {kind}.md, {kind}.json, {kind}.png and every run")
+    publish(config, folder, kind, results)
+    report_failures(results)
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # The ladder
 
@@ -163,9 +170,7 @@ def climb(config):
     done = [result for result in results if result["status"] == "done"]
     if done:
         print(f"{done[-1]['tokens_per_sec'] / done[0]['tokens_per_sec']:.1f} × from {done[0]['rung']} to the last rung")
-    print(f"{folder}/ has ladder.md, ladder.json, ladder.png and every run")
-    publish(config, folder, "ladder")
-    report_failures(results)
+    finish(config, folder, "ladder", results)
 
 
 def measure_baseline(config, device, folder, bar):
@@ -342,9 +347,7 @@ def climb_to_loss(config):
             draw = partial(figures.time_to_loss, curves, target, results[0]["facts"])
             save(folder, "to_loss", results, time_to_loss.markdown(results, config, baseline), draw)
     print(time_to_loss.sooner(results, baseline))
-    print(f"{folder}/ has to_loss.md, to_loss.json, to_loss.png and every run")
-    publish(config, folder, "to_loss")
-    report_failures(results)
+    finish(config, folder, "to_loss", results)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -389,9 +392,7 @@ def sweep(config):
     if not done:
         raise UserError(f"none of the {len(grid)} combinations ran: {results[0]['reason']}")
     print(*winners(done), sep="\n")
-    print(f"{folder}/ has sweep.md, sweep.json, sweep.png and every run")
-    publish(config, folder, "sweep")
-    report_failures(results)
+    finish(config, folder, "sweep", results)
 
 
 if __name__ == "__main__":

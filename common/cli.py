@@ -310,12 +310,13 @@ def run(main):
     if not gc.isenabled():
         gc.freeze()  # no collection visits the modules, neither in training nor at exit
         gc.enable()
+    several_ranks = os.environ.get("WORLD_SIZE", "1") != "1"
     try:
         main()
     except (UserError, OSError, RuntimeError) as error:
         if isinstance(error, RuntimeError):
             sign = next((sign for sign in PEER_IS_GONE if sign in str(error)), None)
-            if sign is None:
+            if sign is None or not several_ranks:
                 raise
             error = f"another rank has ended ({sign}): its own output, or torchrun's summary, says why"
         elif isinstance(error, OSError):
@@ -326,7 +327,7 @@ def run(main):
         if rank != "0":
             time.sleep(5)  # rank 0 usually prints the same error, and torchrun then ends this rank
         print(f"error{f' (rank {rank})' if rank != '0' else ''}: {error}", file=sys.stderr, flush=True)
-        if os.environ.get("WORLD_SIZE", "1") != "1":
+        if several_ranks:
             # let gloo's thread release its tensors: during interpreter shutdown that ends with SIGABRT.
             # Destroying the group could wait for ranks that never answer.
             time.sleep(0.2)

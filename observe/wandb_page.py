@@ -5,7 +5,6 @@ import dataclasses
 import os
 
 from common.cli import UserError, first_line, python_command
-from common.files import read_json
 
 
 class WandbPage:
@@ -142,14 +141,11 @@ class WandbPage:
             self.lose(error)
 
 
-def publish(config, folder, kind):
-    """Log KIND.json as a table, and KIND.png, of a ladder's folder to a run of their own in the group of its runs."""
-    if not (folder / f"{kind}.json").exists():
-        return  # no rung has run
+def publish(config, folder, kind, results):
+    """Log a ladder's results as a table, and KIND.png in its folder, to a run of their own in the group of its runs."""
     page = WandbPage(dataclasses.replace(config, wandb_group=folder.name))
-    results = [result.get("cell", {}) | result for result in read_json(folder / f"{kind}.json")["results"]]
     page.start(folder, dict(wandb_id=None))
-    page.measurements(kind, results, folder / f"{kind}.png")
+    page.measurements(kind, [result.get("cell", {}) | result for result in results], folder / f"{kind}.png")
     if where := page.where_to_watch():
         print(f"table and figure: {where}")
     page.finish()

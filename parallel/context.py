@@ -30,7 +30,7 @@ from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.distributed.device_mesh import init_device_mesh
 
 from common.cli import UserError
-from parallel.process_group import ranks_in_words, try_one_of
+from parallel.process_group import tensor_groups, try_one_of
 
 
 def check_flags(config, distributed):
@@ -41,8 +41,7 @@ def check_flags(config, distributed):
     fits = [n for n in range(2, min(ranks, heads) + 1) if ranks % n == 0 and config.seq_len % n == 0]
     hint = try_one_of(fits, "use --context 1")
     tokens = f"{config.seq_len} tokens of a sequence"
-    groups = ranks_in_words(ranks, config.tensor, f"--tensor {config.tensor}")
-    for number, things in ((ranks, groups), (config.seq_len, tokens)):
+    for number, things in ((ranks, tensor_groups(ranks, config.tensor)), (config.seq_len, tokens)):
         if number % size:
             raise UserError(f"--context {size} does not divide {things}: {hint}")
     if size > heads:

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from common.cli import Note, UserError, out_of_memory
 from optim.schedules import accumulation_steps
 from parallel import context, tensor
-from parallel.process_group import ranks_in_words, try_one_of
+from parallel.process_group import tensor_groups, try_one_of
 from parallel.rendezvous import ranks_of_machine
 
 # Minimum number of parameters in one all-gather. With smaller all-gathers Python takes longer to launch a block than
@@ -60,8 +60,7 @@ def check_flags(config, distributed, notes):
         ranks = distributed.data_context_size
         if ranks % config.shard_ranks:
             fits = [size for size in range(2, ranks + 1) if ranks % size == 0]
-            where = ranks_in_words(ranks, config.tensor, f"--tensor {config.tensor}")
-            hint = try_one_of(fits, "use --parallel ddp")
+            where, hint = tensor_groups(ranks, config.tensor), try_one_of(fits, "use --parallel ddp")
             raise UserError(f"--shard_ranks {config.shard_ranks} does not divide {where}: {hint}")
         if ranks == config.shard_ranks > 1:
             notes.append(Note("parallel", "hsdp", "all ranks share one copy, which is zero3"))

@@ -29,7 +29,7 @@ from data.tokenizer import VOCAB_SIZE
 from model import GPT
 from optim.schedules import accumulation_steps
 from parallel import fsdp, tensor
-from parallel.process_group import ranks_in_words, try_one_of
+from parallel.process_group import tensor_groups, try_one_of
 
 
 def check_flags(config, distributed):
@@ -47,8 +47,7 @@ def check_flags(config, distributed):
     groups = distributed.world_size // config.tensor
     if groups % size:
         fits = [n for n in range(2, (config.n_layer + 1) // config.stages_per_rank + 1) if groups % n == 0]
-        where = ranks_in_words(groups, config.tensor, f"--tensor {config.tensor}")
-        hint = try_one_of(fits, "use --pipeline 1")
+        where, hint = tensor_groups(groups, config.tensor), try_one_of(fits, "use --pipeline 1")
         raise UserError(f"--pipeline {size} does not divide {where}: {hint}")
     if config.parallel in ("zero3", "hsdp"):
         raise UserError(

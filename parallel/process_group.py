@@ -188,8 +188,13 @@ def try_one_of(sizes, otherwise):
     return f"try one of {sizes}" if sizes else otherwise
 
 
-def ranks_in_words(count, size, flag=""):
-    """`count` ranks, or `count` groups of `size` ranks, with the flag that makes the groups."""
+def ranks_in_words(count, size):
+    """`count` ranks, or `count` groups of `size` ranks."""
     plural = "s" if count != 1 else ""
-    groups = f"{count} group{plural} of {size} ranks" + (flag and f" ({flag})")
-    return f"{count} rank{plural}" if size == 1 else groups
+    return f"{count} rank{plural}" if size == 1 else f"{count} group{plural} of {size} ranks"
+
+
+def tensor_groups(count, tensor):
+    """ranks_in_words of --tensor's groups, with the flag: it may come from a resumed run."""
+    words = ranks_in_words(count, tensor)
+    return words if tensor == 1 else f"{words} (--tensor {tensor})"

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from common.cli import UserError
-from common.files import write_json
 from config import Config
 from observe import figures
 from observe.ranks import RankReport
@@ -163,15 +162,12 @@ def test_a_ladders_table_and_figure(tmp_path):
     """In a run of the group of its rungs; a table has the columns of all results."""
     folder = tmp_path / "ladder-1"
     folder.mkdir()
-    publish(Config(wandb="offline"), folder, "ladder")
-    assert not (folder / "wandb").exists()
     results = [
         dict(rung="baseline", status="done", ms=2.5, memory_gb=dict(weights=1.0)),
         dict(rung="+ tf32", status="skipped", reason="no GPU"),
     ]
-    write_json(folder / "ladder.json", dict(results=results))
     figures.new_figure(2, 2)[0].savefig(folder / "ladder.png")
-    publish(Config(wandb="offline"), folder, "ladder")
+    publish(Config(wandb="offline"), folder, "ladder", results)
     (table,) = folder.glob("wandb/offline-run-*/files/media/table/ladder/*.json")
     content = json.loads(table.read_text())
     assert content["columns"] == ["rung", "status", "ms", "reason"]
