@@ -21,6 +21,7 @@ os.environ.update(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1")  # read by what is im
 import numpy as np
 import pytest
 import torch
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from data.shards import write_shard
 from data.tokenizer import END_OF_TEXT
@@ -82,6 +83,14 @@ def group():
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
+
+
+@pytest.fixture
+def two_ranks():
+    """A process group of two ranks, of which this is one and the other one does not exist: nothing is sent."""
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    yield Distributed(0, 2, torch.device("cpu"))
+    torch.distributed.destroy_process_group()
 
 
 def make_documents(count, rng, longest=60):

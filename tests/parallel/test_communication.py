@@ -4,18 +4,13 @@ from collections import Counter
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
-from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from config import Config
 from model import GPT, GPTConfig
 from parallel import communication as comm
 from parallel import ddp, fsdp
-from parallel.process_group import Distributed
-
-RANKS = 2
 
 
 class Recorder(TorchDispatchMode):
@@ -38,14 +33,6 @@ class Recorder(TorchDispatchMode):
         done = torch.futures.Future()
         done.set_result(bucket.buffer())
         return done
-
-
-@pytest.fixture
-def two_ranks():
-    """A process group of two ranks, of which this is one and the other one does not exist: nothing is sent."""
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=RANKS)
-    yield Distributed(0, RANKS, torch.device("cpu"))
-    dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("parallel, autocast", [("ddp", "off"), ("zero2", "bf16"), ("zero3", "off"), ("zero3", "bf16")])

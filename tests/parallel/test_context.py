@@ -10,7 +10,10 @@ from test_layouts import assert_same
 
 from common.cli import UserError
 from config import Config, resolve
-from parallel import fsdp
+from model import GPT, GPTConfig
+from optimizations import saved_operators
+from parallel import context, fsdp
+from parallel.activation_checkpointing import checkpoint_activations
 from parallel.memory import bytes_per_token
 from parallel.process_group import Distributed
 
@@ -82,3 +85,23 @@ def test_more_ranks_in_a_group_take_less_memory():
     one, two, four = (sum(bytes_per_token(replace(config, context=n))) for n in (1, 2, 4))
     assert one / 2 < two < 0.6 * one
     assert four < two
+
+
+def test_full_checkpointing_of_a_compiled_model_keeps_the_inputs_of_its_blocks(two_ranks):
+    B, T, C, layers = 2, 32, 16, 3
+    model = GPT(GPTConfig(seq_len=T, vocab_size=31, n_layer=layers, n_head=2, n_embd=C, pad_vocab=False))
+    checkpoint_activations(model, "full", saved_operators())
+    context.split(model, Config(context=2), replace(two_ranks, context=2))
+    kept = {}
+
+    def keep(tensor):
+        if tensor.is_floating_point() and not isinstance(tensor, torch.nn.Parameter):
+            kept[tensor.untyped_storage().data_ptr()] = tensor.numel()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        torch.compile(model, backend="aot_eager_decomp_partition", dynamic=False)(*torch.randint(31, (2, B, T)))
+    tokens = B * T // 2
+    logits = tokens * 31
+    # and the input of the last LayerNorm, and what it gives to the head
+    assert sorted(numel for numel in kept.values() if numel >= tokens * C) == [tokens * C] * (layers + 1) + [logits]
