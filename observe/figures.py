@@ -9,6 +9,7 @@ PALETTE = ("#2f6fbb", "#c77d2e", "#4f9d69", "#b5495b", "#7d5ba6", "#8a8f98", "#3
 STYLES = ("-", "--", "-.")
 PARTS = ("#7d5ba6", "#b5495b", "#4f9d69", "#e0a458", "#8fb3dc", "#8a8f98")  # of memory, as in step_memory.py
 HEAT = "Blues"
+LABEL = dict(facecolor="white", edgecolor="none", pad=1)  # behind a text that a line may cross
 MODEL_FLAGS = {"model", "n_layer", "n_head", "n_embd"}
 UNEVEN = 0.3  # steps are marked as uneven from this ratio of their times' interquartile range to the median
 
@@ -284,7 +285,9 @@ def kernels(results, bandwidth, path):
         ax.barh(range(len(rows)), rates, height=0.68, color=SPEED)
         for position, (row, rate) in enumerate(zip(rows, rates)):
             ms = row["forward_ms"] + row["backward_ms"]
-            ax.text(rate, position, f" {rate:.4g}   {ms:.3g} ms", va="center", fontsize=8, color=INK)
+            text = f"{rate:.4g}   {ms:.3g} ms"
+            beside = dict(xytext=(4, 0), textcoords="offset points", va="center")
+            ax.annotate(text, (rate, position), fontsize=8, color=INK, bbox=LABEL, **beside)
         if bandwidth:
             ax.axvline(bandwidth / 1e9, color=MUTED, linewidth=1, linestyle="--")
         ax.set_xlim(0, max(1.5 * max(rates), 1.2 * (bandwidth or 0) / 1e9))
