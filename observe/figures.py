@@ -185,6 +185,7 @@ def heat_map(axes, results, path):
             ratio = ratios[y, x]
             share = f"MFU {result['mfu']:.1%}" if result["mfu"] else f"{ratio:.2f} × the best"
             text = f"{rate_text(result['tokens_per_sec'], worst)}\n{share}\n{result['peak_gb']:.1f} GB"
+            text += uneven(result) and f"\nuneven: {uneven(result)}"
             ax.text(
                 x, y, text, ha="center", va="center", fontsize=10, color="white" if ratio > (1 + least) / 2 else INK,
                 fontweight="bold" if ratio == 1 else "normal",

@@ -60,7 +60,8 @@ def test_a_heat_map_compares_cells_of_the_same_model(tmp_path, monkeypatch):
         cell = dict(parallel=parallel, model=model)
         lost = dict(status="skipped", reason="out of memory", cell=cell)
         facts = dict(FACTS, world_size=2)
-        results.append(rung("", rate) | dict(cell=cell, facts=facts) if rate else lost)
+        spread = 0.45 if parallel == "zero3" else 0.01
+        results.append(rung("", rate, spread) | dict(cell=cell, facts=facts) if rate else lost)
     axes = dict(parallel=["ddp", "zero3"], model=["gpt2", "gpt2-xl"])
     _, (ax,) = draw(monkeypatch, figures.heat_map, axes, results, tmp_path / "sweep.png")
     texts = [text.get_text() for text in ax.texts]
@@ -70,6 +71,7 @@ def test_a_heat_map_compares_cells_of_the_same_model(tmp_path, monkeypatch):
         "memory",
         "1.00 × the best",
     ]
+    assert [text.endswith("uneven: 45%") for text in texts] == [False, True, False, True]
     assert ax.get_title("left").endswith("\nGPT-2; 2 × a GPU, PyTorch 2")
     done = sorted((r for r in results if r["status"] == "done"), key=lambda r: -r["tokens_per_sec"])
     assert tables.winners(done) == [
