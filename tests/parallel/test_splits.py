@@ -1,11 +1,18 @@
 """Runs of the whole program with split layers, sequences or depth have the figures of one rank."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
 from conftest import expect_error, logged, make_items, metrics
 from test_layouts import assert_same, weights
+from torch._dynamo.testing import CompileCounter
+
+from config import Config
+from model import GPT, GPTConfig
+from parallel import context, fsdp
+from parallel.ddp import micro_batch
 
 MIDDLE, STEPS = 5, 10
 AT_MIDDLE = f"log/{{}}/checkpoint_{MIDDLE:06d}".format
@@ -56,3 +63,23 @@ def test_figures_checkpoints_and_exports(train, train_several, command, tmp_path
     piece = next(final("pipeline").glob("shard-00001-*"))
     piece.write_bytes(piece.read_bytes()[:-1] + b"x")
     expect_error(command("sample.py", final("pipeline")), "is damaged: shard-00001-", "is not what was written")
+
+
+# the targets of context's ranks are a graph of their own; FSDP's hooks separate embeddings, blocks (one graph) and head
+@pytest.mark.parametrize(
+    "flags, graphs", [(dict(context=2), 2), (dict(context=2, parallel="zero3"), 4), (dict(tensor=2), 4)]
+)
+def test_all_of_a_split_model_is_compiled(two_ranks, flags, graphs):
+    config = Config(autocast="off", seq_len=32, **flags)
+    with torch.device("meta"):
+        model = GPT(GPTConfig(seq_len=32, n_layer=7, n_head=2, n_embd=32))
+    distributed = replace(two_ranks, tensor=config.tensor, context=config.context)
+    fsdp.place(model, config, distributed)
+    model.init_weights(fsdp.fill)
+    context.split(model, config, distributed)
+    torch._dynamo.reset()
+    count = CompileCounter()
+    forward = torch.compile(model, backend=count, dynamic=False)
+    with micro_batch(model, forward, config, last=True):
+        forward(*torch.randint(50257, (2, 2, 32))).backward()
+    assert count.frame_count == graphs
