@@ -275,7 +275,8 @@ def step_table(flags, distributed, steps, measured):
     text = f"A step of {flags.total_batch_size:,} tokens, {speed}:\n\n{markdown_table(STEP_COLUMNS, rows, left=2)}\n\n"
     text += "Communication is the sum of all collectives; share is communication over communication + computation. ddp "
     text += "waits for all of it. zero2 and zero3 overlap it with computation."
-    return text + (f" `--overlap_gradients` is faster for: {', '.join(faster) or 'none of these'}." if peak else "")
+    named = ", ".join(faster) or "none of these"
+    return text + (f" By this estimate `--overlap_gradients` is faster for: {named}." if peak else "")
 
 
 def machine_table(flags, distributed, steps, measured):
