@@ -204,7 +204,7 @@ class Checkpoints:
     allow_other_data: bool = False
     """Resume on other data than the checkpoint's, at the same token position."""
     max_bad_steps: int = 10
-    """Stop after this many consecutive steps whose loss or gradient is not finite; each of them is skipped."""
+    """Stop after so many consecutive steps whose loss or gradient norm is not finite. A bad norm changes no weight."""
 
 
 @dataclass

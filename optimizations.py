@@ -172,7 +172,7 @@ OPTIMIZATIONS = (
     ),
     switch(
         "overlap_gradients",
-        "average DDP's gradients during backward; for slow links",
+        "average DDP's gradients during backward; no gain measured",
         rung=None,
         needs=availability.compiled_ddp,
         default=False,
