@@ -57,8 +57,10 @@ def main():
         raise UserError(f"--steps {config.steps}: it must be at least 1")
     if config.profile or config.memory_snapshot:
         raise UserError("--profile and --memory_snapshot are for train_gpt2.py: both slow down what is measured here")
-    if config.init_from != "scratch":
-        raise UserError("bench.py starts from random weights: use --init_from scratch")
+    if config.ladder:
+        raise UserError("--ladder is for train_gpt2.py: leave it out")
+    if config.init_from != "scratch" or config.resume not in ("auto", "never"):
+        raise UserError("bench.py starts from random weights: leave out --init_from and --resume")
     distributed = process_group.start(config.device, config.tensor, config.context, config.pipeline)
     with out_of_memory(less_memory()):
         time_steps(config, distributed)

@@ -6,6 +6,7 @@ import torch
 
 from common.cli import UserError
 from data.tokenizer import VOCAB_SIZE
+from optim.low_memory_adamw import moment_bytes
 from optim.optimizer import state_bytes
 from optim.schedules import accumulation_steps
 from parallel.fsdp import blocks_together, is_sharded, shard_group_size
@@ -132,7 +133,7 @@ def step_memory(config, distributed):
     params = params_of_rank(config)
     shards = shard_group_size(config, distributed)
     weights, gradients = bytes_of_weights(config, distributed)
-    states = params * state_bytes(config) / shards
+    states = bytes_of_states(config) / shards
     tokens = config.micro_batch_size * config.seq_len
     activations, logits = (tokens * number for number in bytes_per_token(config))
     if config.pipeline > 1:
@@ -152,7 +153,7 @@ def step_memory(config, distributed):
         in_backward = peak = in_backward - min(4 * params / shards, activations + logits)
     elif config.compile and not is_sharded(config):
         # a compiled backward ends with all new gradients, beside the accumulated ones or DDP's buckets
-        peak = max(peak, (4 + 4 + 4 + state_bytes(config)) * params)
+        peak = max(peak, (4 + 4 + 4) * params + bytes_of_states(config))
     return StepMemory(weights, gradients, states, activations, logits, in_backward, peak)
 
 
@@ -191,6 +192,13 @@ def bytes_of_weights(config, distributed):
     gathered = params if config.parallel in ("ddp", "zero2") else embeddings + 2 * unit
     reduced = max(unit, embeddings)  # a unit's gradients, and their float32 copy for the reduce-scatter
     return own + width * gathered, own + (width + 4) * reduced
+
+
+def bytes_of_states(config):
+    """Bytes of the optimizer's states of a rank, before sharding. With Muon the embeddings are AdamW's."""
+    embeddings = params_of_embeddings(config)
+    blocks = params_of_rank(config) - embeddings
+    return blocks * state_bytes(config) + embeddings * moment_bytes(config.adamw_states, config.n_embd)
 
 
 def bytes_per_token(config):

@@ -16,7 +16,13 @@ def test_it_times_steps_and_leaves_nothing(command, tmp_path, ranks, autocast):
 
 
 @pytest.mark.parametrize(
-    "flags, complaint", [("--steps 0", "--steps 0"), ("--init_from gpt2", "--init_from"), ("--profile 2", "--profile")]
+    "flags, complaint",
+    [
+        ("--steps 0", "--steps 0"),
+        ("--init_from gpt2", "leave out --init_from and --resume"),
+        ("--ladder", "--ladder"),
+        ("--profile 2", "--profile"),
+    ],
 )
 def test_what_it_does_not_do(command, flags, complaint):
     expect_error(command("bench.py", *TINY, *flags.split()), complaint)

@@ -10,6 +10,8 @@ import torch
 import ladder
 from common.cli import UserError, parse
 from config import Config, defaults, set_sizes
+from model import GPT, GPTConfig
+from optim.optimizer import make_optimizer, named_state
 from parallel import planner
 from parallel.memory import count_params, step_memory
 from parallel.process_group import Distributed
@@ -172,6 +174,18 @@ def test_memory_speed_and_order_of_split_models_are_those_measured():
             assert estimated == pytest.approx(rate, rel=0.25 if "n_embd" in flags else 0.1), flags
         rates = [rate for _, rate in estimates]
         assert rates == sorted(rates, reverse=True)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize("adamw_states", ["float32", "int8"])
+def test_optimizer_states_take_what_is_estimated(optimizer, adamw_states):
+    sizes = dict(n_layer=4, n_head=4, n_embd=256)
+    flags = dict(optimizer=optimizer, adamw_states=adamw_states, compile=False)
+    config = sized(seq_len=64, micro_batch_size=1, **flags, **sizes)
+    model = GPT(GPTConfig(seq_len=64, **sizes))
+    states = named_state(model, make_optimizer(model, config)).values()
+    estimated = step_memory(config, Distributed(0, 1, torch.device("cpu"))).states
+    assert sum(tensor.nbytes for tensor in states) == pytest.approx(estimated, rel=0.02)
 
 
 def test_memory_by_purpose():
