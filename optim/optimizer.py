@@ -7,8 +7,9 @@ from optim.muon import Muon
 
 
 def state_bytes(config):
-    """Bytes of optimizer state per parameter of a block: Muon's float32 momentum, or AdamW's two moments."""
-    return 4 if config.optimizer == "muon" else moment_bytes(config.adamw_states, config.n_embd)
+    """Bytes of optimizer state per parameter of (a block, the embeddings): AdamW's moments, or Muon's in blocks."""
+    moments = moment_bytes(config.adamw_states, config.n_embd)
+    return 4 if config.optimizer == "muon" else moments, moments
 
 
 def make_optimizer(model, config):

@@ -6,7 +6,6 @@ import torch
 
 from common.cli import UserError
 from data.tokenizer import VOCAB_SIZE
-from optim.low_memory_adamw import moment_bytes
 from optim.optimizer import state_bytes
 from optim.schedules import accumulation_steps
 from parallel.fsdp import blocks_together, is_sharded, shard_group_size
@@ -153,7 +152,7 @@ def step_memory(config, distributed):
         in_backward = peak = in_backward - min(4 * params / shards, activations + logits)
     elif config.compile and not is_sharded(config):
         # a compiled backward ends with all new gradients, beside the accumulated ones or DDP's buckets
-        peak = max(peak, (4 + 4 + 4) * params + bytes_of_states(config))
+        peak = max(peak, (4 + 4 + 4) * params + states)
     return StepMemory(weights, gradients, states, activations, logits, in_backward, peak)
 
 
@@ -195,10 +194,10 @@ def bytes_of_weights(config, distributed):
 
 
 def bytes_of_states(config):
-    """Bytes of the optimizer's states of a rank, before sharding. With Muon the embeddings are AdamW's."""
+    """Bytes of the optimizer's states of a rank, before sharding."""
+    of_blocks, of_embeddings = state_bytes(config)
     embeddings = params_of_embeddings(config)
-    blocks = params_of_rank(config) - embeddings
-    return blocks * state_bytes(config) + embeddings * moment_bytes(config.adamw_states, config.n_embd)
+    return (params_of_rank(config) - embeddings) * of_blocks + embeddings * of_embeddings
 
 
 def bytes_per_token(config):

@@ -15,7 +15,7 @@ from config import Config
 from model import GPT, GPTConfig
 from optim.optimizer import make_optimizer
 from optimizations import saved_operators
-from parallel import fsdp
+from parallel import context, fsdp
 from parallel.activation_checkpointing import checkpoint_activations
 
 
@@ -105,13 +105,14 @@ def test_every_layout_trains_and_resumes_as_one_rank_does(train, train_several, 
     expect_error(command("sample.py", runs[1] / "checkpoint_000004"), "checkpoint_000004 lacks a piece of")
 
 
-def placed(n_layer, **flags):
+def placed(n_layer, distributed=ALONE, **flags):
     config = Config(autocast="off", **flags)
     with torch.device("meta"):
         model = GPT(GPTConfig(seq_len=32, n_layer=n_layer, n_head=2, n_embd=32))
     checkpoint_activations(model, config.activation_checkpointing, saved_operators())
-    fsdp.place(model, config, ALONE)
+    fsdp.place(model, config, distributed)
     model.init_weights(fsdp.fill)
+    context.split(model, config, distributed)
     return model
 
 

@@ -6,12 +6,10 @@ from dataclasses import replace
 import pytest
 import torch
 from conftest import expect_error, logged, make_items, metrics
-from test_layouts import assert_same, weights
+from test_layouts import assert_same, placed, weights
 from torch._dynamo.testing import CompileCounter
 
 from config import Config
-from model import GPT, GPTConfig
-from parallel import context, fsdp
 from parallel.ddp import micro_batch
 
 MIDDLE, STEPS = 5, 10
@@ -70,16 +68,11 @@ def test_figures_checkpoints_and_exports(train, train_several, command, tmp_path
     "flags, graphs", [(dict(context=2), 2), (dict(context=2, parallel="zero3"), 4), (dict(tensor=2), 4)]
 )
 def test_all_of_a_split_model_is_compiled(two_ranks, flags, graphs):
-    config = Config(autocast="off", seq_len=32, **flags)
-    with torch.device("meta"):
-        model = GPT(GPTConfig(seq_len=32, n_layer=7, n_head=2, n_embd=32))
-    distributed = replace(two_ranks, tensor=config.tensor, context=config.context)
-    fsdp.place(model, config, distributed)
-    model.init_weights(fsdp.fill)
-    context.split(model, config, distributed)
+    groups = {name: size for name, size in flags.items() if name != "parallel"}
+    model = placed(7, replace(two_ranks, **groups), **flags)
     torch._dynamo.reset()
     count = CompileCounter()
     forward = torch.compile(model, backend=count, dynamic=False)
-    with micro_batch(model, forward, config, last=True):
+    with micro_batch(model, forward, Config(**flags), last=True):
         forward(*torch.randint(50257, (2, 2, 32))).backward()
     assert count.frame_count == graphs
