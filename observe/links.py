@@ -2,7 +2,7 @@
 
     torchrun --standalone --nproc_per_node=2 -m observe.links
     NCCL_P2P_DISABLE=1 torchrun --standalone --nproc_per_node=2 -m observe.links        # without NVLink
-    torchrun --standalone --nproc_per_node=8 -m observe.links --machines 1 2 4 --network 400 12.5
+    torchrun --standalone --nproc_per_node=2 -m observe.links --gpus_per_machine 8 --machines 1 2 --network 400 12.5
 
 Collectives of one size follow each other, as in nccl-tests, and the definitions of size and bandwidth are those of
 nccl-tests. The tables of steps are estimates: the measured time of every collective that DDP and FSDP start in a step
@@ -39,7 +39,7 @@ ELEMENT = 4  # bytes: float32, as gradients
 COLUMNS = ("collective", "size", "ms", "algorithm GB/s", "bus GB/s")
 COLUMN_WIDTHS = (16, 8, 10, 14, 10)
 STEP_COLUMNS = ("model", "mode", "micro-batch", "GB a step", "communication ms", "computation ms", "share")
-MACHINE_COLUMNS = ("model", "GPUs", "network GB/s", "overlap", "tokens a step", "ms a step", "tokens/sec", "of linear")
+MACHINE_COLUMNS = ("model", "GPUs", "network GB/s", "ms a step", "tokens/sec", "of linear", "with overlap")
 
 
 @dataclass
@@ -66,7 +66,9 @@ class Flags(TimingFlags):
     peak_tflops: float | None = None
     """The device's dense bf16 peak, for the tables of steps; known for common GPUs."""
     machines: tuple[int, ...] = ()
-    """Estimate ddp on this many machines like this one, for example 1 2 4."""
+    """Estimate ddp on this many machines, for example 1 2 4."""
+    gpus_per_machine: int | None = None
+    """With --machines: GPUs in a machine, linked with the measured bus bandwidth; by default the ranks at hand."""
     network: tuple[float, ...] = ()
     """With --machines: bandwidths of a machine's network in one direction, in GB/s (100 Gb/s are 12.5)."""
 
@@ -109,6 +111,8 @@ def check(flags, distributed):
         raise UserError("--models needs at least one model")
     if min((*flags.machines, *flags.network, 1)) <= 0:
         raise UserError("--machines and --network must be above 0")
+    if flags.gpus_per_machine is not None and (flags.gpus_per_machine < 2 or not flags.machines):
+        raise UserError("--gpus_per_machine must be at least 2, and needs --machines")
     if flags.network and not flags.machines or max(flags.machines, default=1) > 1 and not flags.network:
         raise UserError("--machines and --network go together, such as --machines 1 2 4 --network 400 12.5")
     if flags.machines and machines_at_hand(distributed) > 1:
@@ -245,11 +249,11 @@ def plan_step(name, mode, flags, distributed, free):
 
 
 def plan_machines(flags, distributed, free):
-    """The Steps of ddp on several machines of as many GPUs as there are ranks: [(machines, Step)]."""
-    steps = []
+    """The Steps of ddp on several machines: [(machines, Step)]."""
+    gpus, steps = flags.gpus_per_machine or distributed.world_size, []
     for name in flags.models:
         for machines in flags.machines:
-            everywhere = replace(distributed, world_size=machines * distributed.world_size)
+            everywhere = replace(distributed, world_size=machines * gpus)
             steps.append((machines, plan_step(name, "ddp", flags, everywhere, free)))
     return steps
 
@@ -281,9 +285,9 @@ def step_table(flags, distributed, steps, measured):
 
 def machine_table(flags, distributed, steps, measured):
     """An estimate of ddp's speed on several machines, as Markdown. steps: of plan_machines."""
-    ranks = distributed.world_size
+    gpus = flags.gpus_per_machine or distributed.world_size
     size, ms = measured["all-reduce"][-1]
-    bus = BUS_FACTORS["all-reduce"](ranks) * size / (1e-3 * ms)  # bytes/s
+    bus = BUS_FACTORS["all-reduce"](distributed.world_size) * size / (1e-3 * ms)  # bytes/s
     rows = []
     for machines, step in steps:
         tokens, parameters = step.config.total_batch_size, step.model.num_params()
@@ -292,14 +296,17 @@ def machine_table(flags, distributed, steps, measured):
         gradients = communication.bytes_of_step(communication.collectives_of_step(step.model, step.config, 1))
         alone = computation * step.ranks + communication.rest_of_step_ms(parameters)  # ms on one GPU
         for network in flags.network if machines > 1 else (0.0,):
-            averaging = communication.averaging_ms(gradients, ranks, bus, machines, 1e9 * network)
+            averaging = communication.averaging_ms(gradients, gpus, bus, machines, 1e9 * network)
             wait, overlap = communication.wait_for_averaging(averaging, micro_batch)
-            total = communication.ddp_step_ms(micro_batch, step.micro_steps(), wait, parameters)
-            texts = [step.name, str(step.ranks), f"{network:g}" if network else "", "yes" if overlap else "no"]
-            texts += [f"{tokens:,}", f"{total:,.0f}", f"{1e3 * tokens / total:,.0f}"]
-            rows.append([*texts, f"{alone / step.ranks / total:.0%}"])
-    text = f"An estimate of ddp on machines of {ranks} GPUs, in which gradients are averaged at a bus bandwidth of "
-    return f"\n\n{text}{bus / 1e9:.0f} GB/s:\n\n{markdown_table(MACHINE_COLUMNS, rows)}"
+            total, overlapped = (
+                communication.ddp_step_ms(micro_batch, step.micro_steps(), ms, parameters) for ms in (averaging, wait)
+            )
+            texts = [step.name, str(step.ranks), f"{network:g}" if network else "", f"{total:,.0f}"]
+            texts += [f"{1e3 * tokens / total:,.0f}", f"{alone / step.ranks / total:.0%}"]
+            rows.append([*texts, f"{1e3 * tokens / overlapped:,.0f}" if overlap else "–"])
+    text = f"An estimate of ddp on machines of {gpus} GPUs, in which gradients are averaged at a bus bandwidth of "
+    text += f"{bus / 1e9:.0f} GB/s. The last column has tokens/sec with `--overlap_gradients` where that is faster:"
+    return f"\n\n{text}\n\n{markdown_table(MACHINE_COLUMNS, rows)}"
 
 
 if __name__ == "__main__":

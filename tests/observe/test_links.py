@@ -8,7 +8,8 @@ from conftest import ALONE, expect_error
 from observe import links
 
 SMALL = "--device cpu --largest 4096 --repeats 2 --models tiny --run_name two_ranks".split()
-ESTIMATE = "--peak_tflops 0.5 --mfu 0.4 --total_batch_size 4096 --machines 1 2 --network 400".split()
+ESTIMATE = "--peak_tflops 0.5 --mfu 0.4 --total_batch_size 8192 --gpus_per_machine 4".split()
+ESTIMATE += "--machines 1 2 --network 400 0.1".split()
 
 
 def test_it_measures_every_collective_and_says_what_a_step_waits_for(command, tmp_path):
@@ -27,7 +28,7 @@ def test_it_measures_every_collective_and_says_what_a_step_waits_for(command, tm
     assert (folder / "links.png").stat().st_size > 10_000
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("| tiny")]
     steps, machines = rows[:3], rows[3:]
-    # 7M parameters; on a CPU a micro-batch is one sequence of 1,024 tokens, so each of two ranks has two of them
+    # 7M parameters; on a CPU a micro-batch is one sequence of 1,024 tokens, so each of two ranks has four of them
     assert [row[1:4] for row in steps] == [
         ["ddp", "1", "0.03"],
         ["zero2", "1", steps[1][3]],
@@ -37,9 +38,12 @@ def test_it_measures_every_collective_and_says_what_a_step_waits_for(command, tm
     for row in steps:
         communication, computation = (float(text.replace(",", "")) for text in row[4:6])
         assert float(row[6][:-1]) == pytest.approx(100 * communication / (communication + computation), abs=0.1)
-    assert [row[1:3] for row in machines] == [["2", ""], ["4", "400"]]
-    ms, rate = (float(text.replace(",", "")) for text in machines[0][5:7])
-    assert rate == pytest.approx(4096e3 / ms, rel=0.05)
+    assert [row[1:3] for row in machines] == [["4", ""], ["8", "400"], ["8", "0.1"]]
+    for row in machines:
+        ms, rate = (float(text.replace(",", "")) for text in row[3:5])
+        assert rate == pytest.approx(8192e3 / ms, rel=0.05)
+    # at 0.1 GB/s averaging takes 0.3 s, and backward hides a part of it
+    assert float(machines[2][6].replace(",", "")) > rate
 
 
 def test_variables_that_choose_a_route_are_in_the_title(monkeypatch):
@@ -61,6 +65,7 @@ def test_one_rank_has_no_links(command):
         (dict(machines=(0,)), "--machines and --network must be above 0"),
         (dict(machines=(1, 2)), "--machines and --network go together"),
         (dict(network=(1.0,)), "--machines and --network go together"),
+        (dict(gpus_per_machine=8), "--gpus_per_machine must be at least 2, and needs --machines"),
         (dict(machines=(1,)), "--machines needs the device's peak: use --peak_tflops"),
     ],
 )

@@ -118,10 +118,11 @@ def test_measurements_on_h100s_to_which_no_formula_is_fitted():
     half, xl = dict(micro_batch_size=64), dict(model="gpt2-xl", total_batch_size=131072)
     large = dict(FULL, seq_len=4096, total_batch_size=65536)
     of_others, zero3 = dict(total_batch_size=262144), dict(parallel="zero3")
+    medium, gpt2_large = dict(model="gpt2-medium", micro_batch_size=64), dict(model="gpt2-large", micro_batch_size=32)
     for rows in (
         ((1, small, 41.02, 597900),),
-        ((1, dict(of_others, model="gpt2-medium", micro_batch_size=64), 55.46, 225800),),
-        ((1, dict(of_others, model="gpt2-large", micro_batch_size=32), 59.67, 102500),),
+        ((1, dict(of_others, **medium), 55.46, 225800),),
+        ((1, dict(of_others, **gpt2_large), 59.67, 102500),),
         ((1, dict(of_others, model="gpt2-xl", micro_batch_size=16), 65.50, 50500),),
         (
             (2, small, 41.48, 1168100),
@@ -139,7 +140,17 @@ def test_measurements_on_h100s_to_which_no_formula_is_fitted():
         ),
         (
             (2, dict(large, **zero3, micro_batch_size=8), 56.88, 20400),
+            (2, dict(large, **zero3, context=2, micro_batch_size=16), 57.13, 18790),
             (2, dict(large, **TENSOR, micro_batch_size=4), 62.57, 18300),
+            (2, dict(large, pipeline=2, micro_batch_size=2), 61.94, 18050),
+        ),
+        *(
+            [(2, dict(of_others, parallel=mode, **sizes), gb, rate) for mode, gb, rate in modes]
+            for sizes, modes in (
+                (small, (("ddp", 41.48, 1162900), ("zero2", 39.97, 1119000), ("zero3", 39.91, 1114200))),
+                (medium, (("ddp", 56.79, 438700), ("zero2", 53.02, 426900), ("zero3", 52.50, 419800))),
+                (gpt2_large, (("ddp", 62.55, 199200), ("zero2", 53.89, 193300), ("zero3", 52.64, 189200))),
+            )
         ),
     ):
         estimates = [estimate(gpus, **flags) for gpus, flags, _, _ in rows]
