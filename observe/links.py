@@ -305,7 +305,7 @@ def machine_table(flags, distributed, steps, measured):
             texts += [f"{1e3 * tokens / total:,.0f}", f"{alone / step.ranks / total:.0%}"]
             rows.append([*texts, f"{1e3 * tokens / overlapped:,.0f}" if overlap else "–"])
     text = f"An estimate of ddp on machines of {gpus} GPUs, in which gradients are averaged at a bus bandwidth of "
-    text += f"{bus / 1e9:.0f} GB/s. The last column has tokens/sec with `--overlap_gradients` where that is faster:"
+    text += f"{bus / 1e9:.3g} GB/s. The last column has tokens/sec with `--overlap_gradients` where that is faster:"
     return f"\n\n{text}\n\n{markdown_table(MACHINE_COLUMNS, rows)}"
 
 
