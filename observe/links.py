@@ -66,9 +66,9 @@ class Flags(TimingFlags):
     peak_tflops: float | None = None
     """The device's dense bf16 peak, for the tables of steps; known for common GPUs."""
     machines: tuple[int, ...] = ()
-    """Estimate ddp on this many machines, for example 1 2 4."""
+    """Numbers of machines to estimate ddp on, for example 1 2 4."""
     gpus_per_machine: int | None = None
-    """With --machines: GPUs in a machine, linked with the measured bus bandwidth; by default the ranks at hand."""
+    """With --machines: GPUs in a machine, linked with the measured bus bandwidth; by default as many as ranks."""
     network: tuple[float, ...] = ()
     """With --machines: bandwidths of a machine's network in one direction, in GB/s (100 Gb/s are 12.5)."""
 
@@ -299,13 +299,17 @@ def machine_table(flags, distributed, steps, measured):
             averaging = communication.averaging_ms(gradients, gpus, bus, machines, 1e9 * network)
             wait, overlap = communication.wait_for_averaging(averaging, micro_batch)
             total, overlapped = (
-                communication.ddp_step_ms(micro_batch, step.micro_steps(), ms, parameters) for ms in (averaging, wait)
+                communication.ddp_step_ms(micro_batch, step.micro_steps(), waited, parameters)
+                for waited in (averaging, wait)
             )
             texts = [step.name, str(step.ranks), f"{network:g}" if network else "", f"{total:,.0f}"]
             texts += [f"{1e3 * tokens / total:,.0f}", f"{alone / step.ranks / total:.0%}"]
             rows.append([*texts, f"{1e3 * tokens / overlapped:,.0f}" if overlap else "–"])
-    text = f"An estimate of ddp on machines of {gpus} GPUs, in which gradients are averaged at a bus bandwidth of "
-    text += f"{bus / 1e9:.3g} GB/s. The last column has tokens/sec with `--overlap_gradients` where that is faster:"
+    text = (
+        f"An estimate of ddp with {flags.total_batch_size:,} tokens a step on machines of {gpus} GPUs, which average "
+    )
+    text += f"gradients at a bus bandwidth of {bus / 1e9:.3g} GB/s. The last column has tokens/sec with "
+    text += "`--overlap_gradients` where that is faster:"
     return f"\n\n{text}\n\n{markdown_table(MACHINE_COLUMNS, rows)}"
 
 
