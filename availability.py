@@ -18,9 +18,8 @@ def tf32_gpu(config, distributed):
 
 def bf16_instructions(config, distributed):
     """For CPUs; for a GPU without bf16, turn_off_unavailable selects fp16."""
-    abilities = torch.cpu.get_capabilities()
     if config.autocast == "bf16" and distributed.device.type == "cpu":
-        if not any(abilities.get(name) for name in ("avx512_bf16", "amx_bf16", "bf16")):
+        if not any(map(torch.cpu.get_capabilities().get, ("avx512_bf16", "amx_bf16", "bf16"))):
             return "this processor has no bf16 instructions"
 
 
@@ -64,7 +63,7 @@ def fused_update(config, distributed):
 def bf16_gpu(config, distributed):
     if config.autocast != "bf16":
         return "it needs --autocast bf16"
-    if distributed.device.type == "cpu" and not is_sharded(config, distributed):
+    if distributed.device.type == "cpu" and not will_be_sharded(config, distributed):
         return "with ddp it is for GPUs: a CPU computes LayerNorm and additions faster in float32"
 
 
@@ -133,7 +132,7 @@ def hopper(config, distributed):
         return problem
     if torch.cuda.get_device_capability(distributed.device) < (9, 0):
         return f"{torch.cuda.get_device_name(distributed.device)} is older than Hopper"
-    if config.autocast != "bf16" or is_sharded(config, distributed):
+    if config.autocast != "bf16" or will_be_sharded(config, distributed):
         return "it needs --autocast bf16 and --parallel ddp, without --tensor and --pipeline"
     return triton(config, distributed)
 
@@ -144,8 +143,8 @@ def fp8_and_fused_head(config, distributed):
         return "it needs --fp8, --fused_cross_entropy and --pad_vocab"
 
 
-def is_sharded(config, distributed):
-    """As parallel.fsdp.is_sharded, before flags that need several ranks are turned off."""
+def will_be_sharded(config, distributed):
+    """Whether parallel.fsdp will shard the model, once flags that need several ranks are turned off."""
     return distributed.world_size > 1 and config.parallel != "ddp" or distributed.model_size > 1
 
 
@@ -155,7 +154,7 @@ def several_ranks(config, distributed):
 
 
 def compiled_ddp(config, distributed):
-    if not config.compile or is_sharded(config, distributed) or distributed.world_size == 1:
+    if not config.compile or will_be_sharded(config, distributed) or distributed.world_size == 1:
         return "it needs --compile, --parallel ddp without --tensor and --pipeline, and several ranks"
 
 

@@ -57,8 +57,8 @@ def main():
         raise UserError(f"--steps {config.steps}: it must be at least 1")
     if config.profile or config.memory_snapshot:
         raise UserError("--profile and --memory_snapshot are for train_gpt2.py: both slow down what is measured here")
-    if config.ladder:
-        raise UserError("--ladder is for train_gpt2.py: leave it out")
+    if config.ladder or config.rungs != "all":
+        raise UserError("--ladder and --rungs are for train_gpt2.py: leave them out")
     if config.init_from != "scratch" or config.resume not in ("auto", "never"):
         raise UserError("bench.py starts from random weights: leave out --init_from and --resume")
     distributed = process_group.start(config.device, config.tensor, config.context, config.pipeline)

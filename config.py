@@ -15,7 +15,7 @@ from common.cli import Note, UserError, arguments, given, spell_switches
 from common.peer_flags import HINTS
 from observe import evaluation, profiler
 from optim import recipes, schedules
-from optimizations import RUNGS, SWITCHES, flags_that_change_results, is_off, turn_off_unavailable
+from optimizations import OPTIMIZATIONS, RUNGS, SWITCHES, is_off, turn_off_unavailable
 from parallel import fsdp, pipeline
 from parallel.memory import check_micro_batch_size, choose_micro_batch_size
 
@@ -50,9 +50,9 @@ class Basics:
     run_name: str | None = None
     """Folder of the run in log_dir, and its name on wandb; by default the model, date and time."""
     resume: str = "auto"
-    """auto: the newest checkpoint of --run_name, if any; never: none; PATH: a checkpoint or a run, with its flags."""
+    """auto: the newest checkpoint of --run_name, if any; never; PATH: a run or a checkpoint, with its flags."""
     config: str | None = None
-    """Take defaults from this YAML file, {flag: value}. Every run writes its flags to RUN/flags.yaml."""
+    """Take defaults from this YAML file, {flag: value}, as RUN/flags.yaml; a usual default counts as not given."""
     wandb: Literal["auto", "online", "offline", "disabled"] = "auto"
     """auto: online if wandb is logged in, else offline."""
     ladder: bool = False
@@ -74,7 +74,7 @@ class Model:
     seq_len: int = 1024
     """Sequence length in tokens."""
     init_from: str = "scratch"
-    """Initial weights: scratch, a run, a checkpoint, a Hugging Face folder, a name on the hub such as gpt2, a .pt."""
+    """Initial weights: scratch, a run, a checkpoint, a Hugging Face folder, a name on the hub (gpt2), a .pt."""
     seed: int = 1337
     """Seed of the initial weights, the data order and the samples."""
 
@@ -164,7 +164,7 @@ class SeveralGPUs:
     context: int = 1
     """Split every training sequence over this many adjacent ranks, for sequences too long for one GPU."""
     pipeline: int = 1
-    """Divide the blocks into stages for this many groups of ranks, which compute different micro-batches at a time."""
+    """Divide the blocks over this many groups of ranks, which work on different micro-batches at the same time."""
     stages_per_rank: int = 1
     """With --pipeline: stages on each rank; more of them make the bubble smaller and send more (interleaved 1F1B)."""
     activation_checkpointing: Literal["off", "full", "selective"] = "off"
@@ -200,7 +200,7 @@ class Checkpoints:
     checkpoint_every: int = 1000
     """Steps between checkpoints; 0 is off."""
     keep_checkpoints: int = 3
-    """Newest checkpoints to keep; the best one and the newest one that a finite step follows are kept as well."""
+    """Newest checkpoints to keep; also kept: the best one, and the newest one whose next step was finite."""
     allow_other_data: bool = False
     """Resume on other data than the checkpoint's, at the same token position."""
     max_bad_steps: int = 10
@@ -261,21 +261,23 @@ def defaults(arguments):
     """A command line's default Config: the recipes of --demo, --model tiny and --optimizer muon, overridden by flags of
     --resume's run, then by --config's.
 
-    Without a GPU --ladder uses --demo's, unless a flag names data, model, weights or device. It compiles tiny models.
-    Raises UserError for a file without flags.
+    A run's file lists every flag, so a value of a file counts only where it differs from the defaults of the file's own
+    recipe. Without a GPU --ladder uses the demo, unless a flag names data, model, weights or device; it compiles tiny
+    models. Raises UserError for a file without flags.
     """
-    own, values = given(spell_switches(Config, arguments)), {}
+    typed, from_files = given(spell_switches(Config, arguments)), {}
     if {"--help", "-h"} & set(arguments):
-        return Config(**recipes.bring(own))
-    for path in (flags_file_of(own), own.get("config")):
+        return Config(**recipes.recipe_defaults(typed))
+    for path in (flags_file_of(typed), typed.get("config")):
         if isinstance(path, str | Path):
-            values |= flag_file.read(path, Config, HINTS)
-    ladder = bool(own.get("ladder"))
-    names = values.keys() | own.keys()
+            from_files |= flag_file.read(path, Config, HINTS)
+    ladder = bool(typed.get("ladder"))
+    names = from_files.keys() | typed.keys()
     if ladder and not {"data_dir", "device", "model", "init_from"} & names and not torch.cuda.is_available():
-        own["demo"] = True
-    usual = vars(Config(**recipes.bring(values)))
-    values = recipes.bring(values | own) | {name: value for name, value in values.items() if value != usual[name]}
+        typed["demo"] = True
+    usual = vars(Config(**recipes.recipe_defaults(from_files)))
+    chosen = {name: value for name, value in from_files.items() if value != usual[name]}
+    values = recipes.recipe_defaults(from_files | typed) | chosen
     if ladder and values.get("model") == "tiny":
         values["compile"] = True
     return Config(**values)
@@ -284,16 +286,17 @@ def defaults(arguments):
 def flags(config):
     """The command line, as a list, that parses into this config; without --config and --resume."""
     plain = vars(Config())
-    brought = recipes.bring(vars(config))
-    chosen = {name: brought[name] for name in ("demo", "model", "optimizer") if name in brought}
+    recipe = recipes.recipe_defaults(vars(config))
+    chosen = {name: recipe[name] for name in ("demo", "model", "optimizer") if name in recipe}
     alone = dict(vars(config), config=None, resume=Config.resume)
-    return arguments(plain | chosen, plain) + arguments(alone, vars(Config(**brought)))
+    return arguments(plain | chosen, plain) + arguments(alone, vars(Config(**recipe)))
 
 
 def flags_that_matter():
     """Flags that change a run's results by more than summation order; a resumed run reports their changes."""
     own = {"model", "n_layer", "n_head", "n_embd", "seq_len", "seed", "shuffle", "max_steps"}
-    return own | {field.name for field in dataclasses.fields(Recipe)} | flags_that_change_results()
+    of_rows = {flag for row in OPTIMIZATIONS if row.changes != "nothing" for flag in row.off}
+    return own | {field.name for field in dataclasses.fields(Recipe)} | of_rows
 
 
 def refuse_unavailable_flags(given_flags, notes):
@@ -349,7 +352,7 @@ def set_sizes(config, pretrained, resumed):
     """Set the model's sizes, in place. Raises UserError if flags contradict them."""
     sizes = ("n_layer", "n_head", "n_embd")
     if config.init_from != "scratch":
-        named = SIZES[config.model] if config.model != "gpt2" else (None, None, None)
+        named = (None, None, None) if config.demo or config.model == "gpt2" else SIZES[config.model]
         for name, size in zip(sizes, named):
             own, size = getattr(pretrained, name), getattr(config, name) or size
             if size not in (None, own):

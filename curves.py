@@ -48,7 +48,7 @@ def read(folder):
     path = folder / "metrics.jsonl"
     series = {}
     try:
-        lines = path.read_text().splitlines()
+        lines = path.read_text(errors="replace").splitlines()
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}; give folders of runs, such as log/RUN") from error
     for line in lines:
@@ -62,7 +62,7 @@ def read(folder):
                 xs, ys = series.setdefault(name, ([], []))
                 xs.append(tokens)
                 ys.append(value)
-    if not series:
+    if "step" not in series:
         raise UserError(f"{path}: nothing is logged there yet")
     return series
 
@@ -77,20 +77,19 @@ def draw(folders, path):
     has_hellaswag = any("hellaswag_acc_norm" in series for series in runs)
     figure, axes = figures.new_figure(12, 7.5, mosaic=WITH_HELLASWAG if has_hellaswag else WITHOUT)
 
-    def line(panel, series, name, color, scale_y=1, **style):
+    def line(panel, series, name, color, scale_y=1, first=0, **style):
         xs, ys = series.get(name, ((), ()))
         if xs:
-            axes[panel].plot([x / scale for x in xs], [y / scale_y for y in ys], color=color, **style)
+            axes[panel].plot([x / scale for x in xs[first:]], [y / scale_y for y in ys[first:]], color=color, **style)
 
     for name, series, color in zip(names, runs, itertools.cycle(figures.PALETTE)):
         line("loss", series, "train_loss", color, linewidth=0.8, alpha=0.45)
         line("loss", series, "val_loss", color, linewidth=1.8, marker="o", markersize=3)
         line("hellaswag", series, "hellaswag_acc_norm", color, linewidth=1.8, marker="o", markersize=3)
-        without_first = {key: (xs[1:], ys[1:]) for key, (xs, ys) in series.items()}  # the first step compiles
-        line("speed", without_first, "tokens_per_sec", color, rate_scale, linewidth=0.8)
+        line("speed", series, "tokens_per_sec", color, rate_scale, first=1, linewidth=0.8)  # the first step compiles
         line("norm", series, "grad_norm", color, linewidth=0.8)
         axes["loss"].plot([], [], color=color, linewidth=1.8, label=name)  # for the legend: some runs never validate
-    if all(is_fineweb_edu(facts_of(folder)) for folder in folders):
+    if all(facts_of(folder).get("dataset") == FINEWEB_EDU for folder in folders):
         figures.mark(axes["loss"], GPT2_VAL_LOSS, f"GPT-2 124M\n{GPT2_VAL_LOSS}")
     if has_hellaswag:
         figures.mark(axes["hellaswag"], GPT2_HELLASWAG, f"GPT-2 124M\n{GPT2_HELLASWAG}")
@@ -112,13 +111,6 @@ def draw(folders, path):
         figure.legend(*handles, loc="outside lower center", ncols=3, frameon=False, fontsize=9)
     figure.suptitle(names[0] if len(runs) == 1 else f"{len(runs)} runs", x=0.01, ha="left", color=figures.INK)
     figure.savefig(path)
-
-
-def is_fineweb_edu(facts):
-    """Whether a run is trained on FineWeb-Edu; facts: its config.json, which older versions wrote without a dataset."""
-    if "dataset" in facts:
-        return facts["dataset"] == FINEWEB_EDU
-    return "edu_fineweb" in Path(facts.get("data_dir", "")).name
 
 
 def draw_own(folder, max_steps):

@@ -47,7 +47,7 @@ def main():
         shutil.rmtree(unfinished, ignore_errors=True)
         unfinished.mkdir(parents=True)
         model.save_pretrained(unfinished)
-        save_tokenizer(unfinished)
+        save_tokenizer(unfinished, model.config.seq_len)
         unfinished.rename(out)
     except (OSError, SafetensorError) as error:
         raise UserError(f"cannot write {out}: {getattr(error, 'strerror', None) or first_line(error)}") from error

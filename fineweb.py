@@ -34,7 +34,7 @@ REPOSITORIES = {"fineweb-edu": FINEWEB_EDU, "fineweb": FINEWEB}
 FOLDERS = {"fineweb-edu": "edu_fineweb10B", "fineweb": "fineweb10B", "auto": "my_data"}
 SHARD_SIZE = 100_000_000  # tokens; build-nanogpt's
 CHUNK = 2**20  # tokens that are read at a time from token files
-MIN_SHARDS = 10  # fewer of SHARD_SIZE would leave much of a small corpus to validation
+MIN_SHARDS = 10  # a corpus with fewer shards of SHARD_SIZE is cut into ten, so validation gets about a tenth
 MIN_VALIDATION = 1025  # tokens, where there are enough: a sequence of 1,024 and its last target
 SUBSET_TOKENS = {"sample-10BT": 10e9, "sample-100BT": 100e9, "sample-350BT": 350e9}  # total of the progress bar
 
@@ -90,7 +90,7 @@ def find_source(flags, revision=None):
         urls = find_on_hub(repository, flags.subset, revision or flags.revision)
         commit = urls[0].partition("@")[2].partition("/")[0]
         return urls, dict(dataset=repository, subset=flags.subset, revision=commit)
-    paths = sorted(map(Path, glob.glob(flags.input)), key=lambda path: (shard_order(path), path))
+    paths = sorted(map(Path, find_input(flags.input)), key=lambda path: (shard_order(path), path))
     if unknown := [path for path in paths if suffix(path) not in (*FORMATS, *SUFFIXES)]:
         raise UserError(f"{unknown[0]}: --input takes .txt and .jsonl (also with .gz or .zst), .parquet, .npy and .bin")
     if len({suffix(path) in SUFFIXES for path in paths}) > 1:
@@ -104,6 +104,11 @@ def find_source(flags, revision=None):
     if flags.dataset == "auto":
         return paths, dict(files=files)
     return paths, dict(dataset=REPOSITORIES[flags.dataset], files=files)
+
+
+def find_input(pattern):
+    """The files that --input names. A file whose own name has brackets is not a pattern."""
+    return [pattern] if os.path.exists(pattern) else glob.glob(pattern)
 
 
 def find_on_hub(repository, subset, revision):
@@ -197,8 +202,10 @@ def check_flags(flags):
     for name in ("shard_size", "max_tokens", "workers"):
         if (value := getattr(flags, name)) is not None and value < 1:
             raise UserError(f"--{name} {value}: it must be at least 1")
-    if flags.input is not None and not glob.glob(flags.input):  # before a folder is made
+    if flags.input is not None and not find_input(flags.input):  # before a folder is made
         raise UserError(f"--input {flags.input}: no such files")
+    if flags.input is not None and (flags.subset, flags.revision) != (Flags.subset, Flags.revision):
+        raise UserError("--subset and --revision choose files on the hub: leave them out with --input")
     if flags.part is not None:
         i, n = map(int, flags.part.split("/")) if re.fullmatch(r"\d+/\d+", flags.part) else (0, 0)
         if not 1 <= i <= n:
@@ -233,10 +240,14 @@ def check_count(folder, progress, flags):
         progress = folder.cut_again(progress, max(tenth, min(MIN_VALIDATION, half)))
     if len(progress["shards"]) < 2:
         folder.delete_shards()
-        raise UserError(
-            f"the source has only {tokens:,} tokens, so the validation shard leaves none to train on: "
-            + ("leave out --shard_size" if flags.shard_size else "give more text")
+        hint = (
+            "leave out --shard_size"
+            if flags.shard_size
+            else "raise --max_tokens"
+            if flags.max_tokens
+            else "give more text"
         )
+        raise UserError(f"only {tokens:,} tokens were read, so the validation shard leaves none to train on: {hint}")
     return progress
 
 

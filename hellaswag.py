@@ -88,7 +88,7 @@ def read_item(row):
 
 
 class Batch(NamedTuple):
-    """Some endings with their contexts, a row each, padded to a common width. N: tokens of all endings, padded."""
+    """Endings with their contexts, one a row, padded to a common width. N: tokens of all endings, with padding."""
 
     inputs: torch.Tensor  # (R, width) int32
     targets: torch.Tensor  # (N,) int32, -1 in the padding
@@ -187,7 +187,7 @@ class Flags:
     """Evaluate a GPT-2 on HellaSwag, or on other multiple choice."""
 
     model: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="MODEL")]
-    """A run's folder (its newest checkpoint), a checkpoint, a Hugging Face folder, or a name on the hub (gpt2)."""
+    """A run's folder (its newest checkpoint), a checkpoint, a Hugging Face folder, a name on the hub (gpt2), a .pt."""
     data: tuple[str, ...] = ()
     """Local .jsonl files instead of HellaSwag; a line has ctx, endings and label, the true ending's index from 0."""
     limit: int | None = None

@@ -26,7 +26,7 @@ from common.bounds import check_bounds
 from common.cli import Note, UserError, given, parse, run, spell_switches
 from common.device import choose_device_type
 from common.peer_flags import HINTS
-from common.sweep_axes import EVALUATIONS, read_axis
+from common.sweep_axes import OFF, print_unused, read_axis
 from config import GROUPS, Config, defaults, flags
 from data.shards import open_shards
 from observe import figures, layouts, time_to_loss
@@ -108,8 +108,7 @@ def check(config):
 
 def short_run(config):
     """The arguments of train_gpt2.py for a measurement."""
-    off = dict.fromkeys((*EVALUATIONS, "batch_warmup_steps"), 0)
-    return flags(dataclasses.replace(plain(config), **off, max_steps=SETTLING_STEPS + config.ladder_steps))
+    return flags(dataclasses.replace(plain(config), **OFF, max_steps=SETTLING_STEPS + config.ladder_steps))
 
 
 def finish(config, folder, kind, results):
@@ -134,12 +133,12 @@ def climb(config):
         raise UserError("--fp8 needs --parallel ddp, without --tensor and --pipeline")
     rungs = choose_rungs(config.rungs, count_devices(config), config)
     check(config)
+    print_unused(given(sys.argv))
     folder = prepare(config.log_dir, config.run_name, "ladder")
     print(f"results: {folder}/" + (", of the demo's small model (GPT-2 needs a GPU, and data)" if config.demo else ""))
     device, steps = torch.device(choose_device_type(config.device)), SETTLING_STEPS + config.ladder_steps
     config = dataclasses.replace(config, warmup_steps=min(config.warmup_steps, steps // 4))  # it fits into the run
-    on = []  # rungs done
-    results = []
+    on, results = [], []  # on: rungs done
     print(align(COLUMNS, WIDTHS))
 
     def show(result):
@@ -224,7 +223,7 @@ def choose_rungs(text, devices, config):
     if "ddp" in names:
         if chosen[-1] != ("ddp",):
             raise UserError("--rungs: ddp comes last, and alone")
-        counts = {2**i for i in range(1, devices.bit_length()) if 2**i <= devices} | {devices}
+        counts = {2**i for i in range(1, devices.bit_length())} | {devices}
         chosen[-1:] = [("ddp", count) for count in sorted(counts)]
     return chosen
 
@@ -289,7 +288,7 @@ def label(names, result, mode, earlier=()):
 def climb_to_loss(config):
     """Train with one recipe after the other, from several seeds: to_loss.json, to_loss.md and the figure to_loss.png.
 
-    The speed of the other ladder's baseline is measured first: what the first recipe takes without any optimization.
+    The baseline of the ladder of optimizations is timed first: how long the first recipe takes without them.
     Raises UserError if the first recipe cannot run, or if a run failed.
     """
     if launched()[0]:
@@ -367,6 +366,7 @@ def sweep(config):
     if len(axes) < len(config.sweep):
         raise UserError("--sweep names a flag twice")
     check(config)
+    print_unused(given(sys.argv))
     if config.gpus is not None and config.gpus < 1:
         raise UserError(f"--gpus {config.gpus}: it must be at least 1")
     if config.gpus is None:

@@ -82,7 +82,7 @@ class CausalSelfAttention(nn.Module):
         self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd)
         self.c_proj = nn.Linear(config.n_embd, config.n_embd)
 
-    def forward(self, x, past=None, documents=NO_BOUNDARIES):
+    def forward(self, x, past, documents):
         qkv = self.c_attn(x)  # (B, T, 3C)
         B, T, C = *qkv.shape[:2], qkv.size(2) // 3
         n_head = C // self.head_width  # of this rank: --tensor and --context split heads
@@ -131,7 +131,7 @@ class Block(nn.Module):
         self.mlp = MLP(config)
         self.recompute = None  # options for torch.utils.checkpoint, from parallel/activation_checkpointing.py
 
-    def forward(self, x, past=None, documents=NO_BOUNDARIES):
+    def forward(self, x, past, documents):
         # activation_checkpointing: backward recomputes the block's activations instead of keeping them
         if self.recompute is not None:
             return checkpoint(self.compute, x, past, documents, **self.recompute)
@@ -235,7 +235,8 @@ class GPT(nn.Module):
 
         idx (B, T) int64. targets (B, T) int64, -1 to ignore a position. The loss is in nats: the mean over all targets,
         or with reduction="none" (B, T), 0 at ignored positions. Without targets: logits (B, T, V) without padding.
-        offsets: with mask_documents, kernels.documents.find_offsets(idx); without them attention takes a (T, T) mask.
+        offsets: with mask_documents, kernels.documents.find_offsets(idx); without them attention takes a (B, 1, T, T)
+        mask.
         at (N,) int64, indices into idx.flatten(): targets and losses are then (N,), logits (N, V).
         cache, from new_cache(): idx follows the tokens of earlier calls; logits are those of the last position,
         (B, 1, V).

@@ -128,7 +128,7 @@ OPTIMIZATIONS = (
     ),
     switch(
         "packed_qkv",
-        "cuDNN attention with packed q, k and v, on Hopper and data-center Blackwell",
+        "attention by cuDNN on packed qkv, on Hopper and data-center Blackwell",
         needs=availability.cudnn_frontend,
         in_model=True,
         saves=("gpt2::packed_qkv",),
@@ -238,11 +238,6 @@ def plan_switches(config):
 def saved_operators():
     """Operators, besides GEMMs, whose outputs selective activation checkpointing keeps."""
     return [name for row in OPTIMIZATIONS for name in row.saves]
-
-
-def flags_that_change_results():
-    """Flags of the rows that change more than the order of sums."""
-    return {flag for row in OPTIMIZATIONS if row.changes != "nothing" for flag in row.off}
 
 
 def readme_table():

@@ -30,11 +30,11 @@ HINTS = dict(start="use --prompt", num_samples="use --count", out_dir="give the 
 def draw_token(logits, temperature=1.0, top_k=0, top_p=1.0, generator=None):
     """Draw a token for each row of logits (B, V): (B, 1) int64.
 
-    temperature: divides the logits; 0 takes the most likely token. top_k: draw from the k most likely tokens; 0 is all.
-    top_p: draw from the fewest tokens that together have this probability after top_k (nucleus sampling, Holtzman et
-    al. 2020).
+    temperature: divides the logits; below 1e-5 the most likely token is taken. top_k: draw from the k most likely
+    tokens; 0 is all. top_p: draw from the fewest tokens that together have this probability after top_k (nucleus
+    sampling, Holtzman et al. 2020).
     """
-    if temperature == 0:
+    if temperature < 1e-5:  # logits divided by it could overflow
         return logits.argmax(dim=-1, keepdim=True)
     logits = logits.float() / temperature
     if top_k:
@@ -166,7 +166,7 @@ class Flags:
     """Generate text with a GPT-2."""
 
     model: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="MODEL")]
-    """A run's folder (its newest checkpoint), a checkpoint, a Hugging Face folder, or a name on the hub (gpt2)."""
+    """A run's folder (its newest checkpoint), a checkpoint, a Hugging Face folder, a name on the hub (gpt2), a .pt."""
     prompt: str = PROMPT
     """The beginning of the text."""
     prompt_file: str | None = None
@@ -193,7 +193,7 @@ def read_prompt(path):
     """The text of a file, or of standard input for "-". Raises UserError if it cannot be read."""
     try:
         if path == "-":
-            return sys.stdin.read()
+            return sys.stdin.read() if sys.stdin else ""  # None: the caller has closed it
         with open(path, encoding="utf-8") as file:
             return file.read()
     except (OSError, UnicodeDecodeError) as error:
@@ -203,7 +203,13 @@ def read_prompt(path):
 def main():
     flags = parse(Flags, hints=HINTS)
     count = (1 if flags.stream else 4) if flags.count is None else flags.count
-    if count < 1 or flags.max_new_tokens < 1 or flags.temperature < 0 or flags.top_k < 0 or not 0 < flags.top_p <= 1:
+    if (
+        count < 1
+        or flags.max_new_tokens < 1
+        or not flags.temperature >= 0
+        or flags.top_k < 0
+        or not 0 < flags.top_p <= 1
+    ):
         raise UserError(
             "--count and --max_new_tokens must be at least 1, --temperature and --top_k at least 0, --top_p above 0 "
             "and at most 1"
@@ -212,8 +218,14 @@ def main():
         raise UserError(f"--seed {flags.seed}: it must be at least 0 and below 2^63")
     if flags.stream and count > 1:
         raise UserError(f"--stream prints one text, --count is {count}: leave one of them out")
-    prompt = flags.prompt if flags.prompt_file is None else read_prompt(flags.prompt_file)
-    device = process_group.start(flags.device).device
+    if flags.prompt_file is not None and flags.prompt != PROMPT:
+        raise UserError("--prompt and --prompt_file exclude each other: leave one of them out")
+    distributed = process_group.start(flags.device)
+    if distributed.world_size > 1:
+        raise UserError("sample.py runs in one process: start it with python, not with torchrun")
+    prompt, device = flags.prompt, distributed.device
+    if flags.prompt_file is not None:
+        prompt = read_prompt(flags.prompt_file)
     options = dict(temperature=flags.temperature, top_k=flags.top_k, top_p=flags.top_p, graph=device.type == "cuda")
     with out_of_memory("use a smaller --count or model"):
         model = load_model(flags.model).to(device)

@@ -95,7 +95,7 @@ def build(config, distributed, weights=None, sizes=None):
         model = pipeline.Pipeline(sizes, config, distributed, autocast) if config.pipeline > 1 else GPT(sizes)
     # activation_checkpointing: less memory, for up to a third more computation
     checkpoint_activations(model, config.activation_checkpointing, saved_operators())
-    # parallel: with zero2, zero3 and hsdp each rank holds a shard of the weights, with ddp all; tensor splits layers
+    # parallel: with ddp each rank holds all weights, with zero2, zero3 and hsdp a shard; tensor splits each layer
     fsdp.place(model, config, distributed)
     if weights:
         load.load_weights(weights, model)
@@ -128,12 +128,12 @@ class StepResult:
     loss: float  # nats, the mean over the step's tokens
     grad_norm: float  # before clipping
     tokens: int
-    finite: bool  # loss and gradient norm are; with fp16, while its scale is 1 or more, the loss
+    finite: bool  # whether loss and gradient norm are; with fp16 only the loss counts while its scale is 1 or more
     loss_scale: float | None  # fp16's
     stop: bool  # some rank has received a stop signal
     seconds: float  # of the whole step, data loading included
     ranks: list  # each rank's RankReport of the step before
-    memory: dict | None = None  # {part: GB} at the peak of this step; only one step is measured, on a GPU
+    memory: dict | None  # {part: GB} at the peak of this step; only one step is measured, on a GPU
 
 
 def train_step(trainer, step, next_batch, stop_signal=None):
@@ -175,10 +175,11 @@ def train_step(trainer, step, next_batch, stop_signal=None):
         fp8.update_scales(trainer.model, micro_steps)
     loss, norm, stop, *reports = wait()  # waits for the all-reduce, not for the update: the GPU stays busy
     scale = scaler.get_scale() if scaler.is_enabled() else None
-    # at an overflow GradScaler skips the update and halves its scale; only at a scale below 1 is it an error
+    # fp16: GradScaler skips an update that overflows and halves its scale, which is normal until the scale is below 1
     finite = math.isfinite(loss if scale and scale >= 1 else loss + norm)
     tokens = micro_steps * config.micro_batch_size * config.seq_len * distributed.data_size
-    return StepResult(loss, norm, tokens, finite, scale, stop > 0, *trainer.monitor.end_step(reports))
+    seconds, ranks, memory = trainer.monitor.end_step(reports)
+    return StepResult(loss, norm, tokens, finite, scale, stop > 0, seconds, ranks, memory)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -219,8 +220,7 @@ def loop(trainer, loader, val_stream, hellaswag, checkpointer, log, tracer, star
     """The training loop and the end of the run. log and tracer are None on ranks other than 0."""
     config = trainer.config
     step, tokens = start.step, start.tokens  # steps, and tokens trained on, so far
-    bad_steps = 0  # consecutive steps whose loss or gradient was not finite
-    stopping, stop_signal = False, None
+    stopping, stop_signal, bad_steps = False, None, 0  # bad_steps: consecutive ones with a loss or norm not finite
     # until the first step, which compiles, is done, a signal ends the process at once: there is nothing to save
     common.interrupt.end_at_once()
 

@@ -4,7 +4,6 @@ Nothing in a checkpoint can execute when it is loaded.
 """
 
 import contextlib
-import dataclasses
 from pathlib import Path
 
 from safetensors import SafetensorError
@@ -116,14 +115,14 @@ def print_unlisted(folder, hashes):
 # The model alone
 
 
-def load_model(name, **options):
+def load_model(name):
     """The GPT in a checkpoint, a run's newest one, a Hugging Face folder, on the hub, or in a .pt of nanoGPT or
     build-nanogpt.
 
-    options: fields of GPTConfig other than sizes. Raises UserError if it cannot be read or is damaged.
+    Raises UserError if it cannot be read or is damaged.
     """
     name = locate(name)
-    config = dataclasses.replace(load_config(name), **options)
+    config = load_config(name)
     with explained(name):
         model = GPT.empty(config)
     verify_weights(name)

@@ -101,7 +101,7 @@ def write(folder, model, tensors, training, group=None):
         (unfinished / STATE).chmod(0o644)  # safetensors makes it readable to its owner alone
         for name, written in ((WEIGHTS, weights), (STATE, state)):
             pieces.check_written(unfinished / name, written)
-    save_tokenizer(unfinished)
+    save_tokenizer(unfinished, model.config.seq_len)
     others = {path for path in unfinished.iterdir() if path.name not in hashes and path.suffix != ".md"}
     hashes |= {path.name: digest(path) for path in sorted(others)}
     training = training | dict(sha256=hashes)

@@ -15,9 +15,9 @@ def check_bounds(config):
         for name in names.split():
             value = getattr(config, name)
             if value is not None and not bound <= value < math.inf:
-                raise UserError(f"--{name} {value}: it must be at least {bound}, and finite")
-    if config.peak_tflops is not None and not config.peak_tflops > 0:
-        raise UserError(f"--peak_tflops {config.peak_tflops}: it must be above 0")
+                raise UserError(f"--{name} {value}: it must be {f'at least {bound}' if value < bound else 'finite'}")
+    if config.peak_tflops is not None and not 0 < config.peak_tflops < math.inf:
+        raise UserError(f"--peak_tflops {config.peak_tflops}: it must be above 0 and finite")
     if config.seed >= 2**63:
         raise UserError(f"--seed {config.seed}: it must be below 2^63")
     for name in ("cooldown_ratio", "min_lr_ratio"):

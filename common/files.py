@@ -25,7 +25,7 @@ def open_regular(path):
 
 
 def parse_json(text):
-    """json.loads that raises ValueError for everything that is not JSON, nested too deeply or not."""
+    """json.loads that raises ValueError, not RecursionError, for JSON that is nested too deeply."""
     try:
         return json.loads(text)
     except RecursionError as error:

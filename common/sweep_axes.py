@@ -4,12 +4,14 @@ import typing
 
 from common.cli import UserError, read_value
 
-EVALUATIONS = ("val_every", "hellaswag_every", "sample_every", "checkpoint_every")  # off in a measurement
+# Steps between evaluations or checkpoints
+INTERVALS = ("val_every", "hellaswag_every", "sample_every", "checkpoint_every")
+OFF = dict.fromkeys((*INTERVALS, "batch_warmup_steps"), 0)  # in a measurement
 # Flags that a measurement sets itself, or that have no effect in it
 NOT_SWEPT = {
-    *EVALUATIONS,
+    *OFF,
     *"""
-    demo ladder config resume rungs ladder_steps max_steps batch_warmup_steps log_dir run_name
+    demo ladder config resume rungs ladder_steps max_steps log_dir run_name
     wandb wandb_group wandb_project peak_tflops val_tokens hellaswag_data hellaswag_limit
     profile memory_snapshot keep_checkpoints allow_other_data
 """.split(),
@@ -55,3 +57,9 @@ def read_values(text, where, types, excluded, form):
         return name, [read_value(name, types[name], value) for value in values.split(",")]
     except UserError as error:
         raise UserError(f"{where}: {error}") from error
+
+
+def print_unused(given_flags):
+    """Name the flags of the command line that a measurement of some steps does not use. given_flags: {name: value}."""
+    if unused := sorted({"max_steps", *OFF} & given_flags.keys()):
+        print(f"not used: --{', --'.join(unused)} (--ladder_steps sets the steps; nothing is evaluated or saved)")

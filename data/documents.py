@@ -31,7 +31,8 @@ SEPARATOR = "<|endoftext|>"  # between the documents of a .txt file
 def tokenize_files(paths, state, workers):
     """Yield (state, tokens) for the tasks of all files, in order, from `state` on; None: from the start.
 
-    state: (file, two numbers of its format); tokens: (n,) uint16. Raises UserError if a file cannot be read.
+    state: (file, row group, batch) of parquet, (file, byte, line) of text; tokens: (n,) uint16. Raises UserError if a
+    file cannot be read.
     """
     import fsspec
 

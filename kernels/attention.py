@@ -103,7 +103,7 @@ packed_qkv.register_autograd(backward, setup_context=save_for_backward)
 
 
 def execute(B, T, H, D, tensors, offsets, backward=False):
-    """Run cuDNN's graph for these sizes on the current stream; `plan` gives the tensors' order."""
+    """Run cuDNN's graph for these sizes on the current stream. tensors: in the order that `plan` returns them."""
     if tensors[0].dtype not in TYPES:
         raise ValueError(f"packed_qkv takes bfloat16 or float16, not {tensors[0].dtype}: use autocast")
     device = tensors[0].device

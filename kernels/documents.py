@@ -50,12 +50,12 @@ def count_groups(B, T):
 
 
 def find_offsets(tokens, end_of_text):
-    """Where each document begins among the B·T tokens, then B·T: (groups · N + 1,) int32.
+    """The offsets of documents among the B·T tokens, FlashAttention's cu_seqlens: (groups · N + 1,) int32.
 
-    Each of the count_groups(B, T) groups has N offsets, padded_count of the most documents: those of its documents,
-    then its end, repeated. So the N + 1 offsets from g · N on bound the documents of group g. FlashAttention calls the
-    offsets cu_seqlens. tokens (B, T) in host memory: there the number of documents, which a kernel launch needs, is
-    known without waiting for the GPU.
+    The rows form count_groups(B, T) groups. A group has N offsets: the first token of each of its documents, then the
+    group's end, repeated (N: padded_count of the largest group). The last offset is B·T, so the N + 1 offsets from g·N
+    on bound the documents of group g. tokens (B, T) are in host memory: a kernel launch needs the number of documents,
+    which is then known without waiting for the GPU.
     """
     groups = count_groups(*tokens.shape)
     size = tokens.numel() // groups

@@ -143,8 +143,8 @@ class MLP(ScaledModule):
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Operators. A name with 8 is a float8 tensor, with 8_t or 8t its transpose. `measured` is the amax of this micro-batch;
-# forward hands its part to backward, which adds the rest and returns all of it as the gradient of `amax`
+# Operators. Names with 8 are float8 tensors, with 8_t or 8t their transposes. `measured` holds the amax values of this
+# micro-batch: forward measures the activations', backward the gradients', and returns all as the gradient of `amax`
 
 
 def float8_gemm(a8, b8, scale_a, scale_b, dtype, bias=None, fast_accumulation=False):

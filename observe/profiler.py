@@ -10,7 +10,7 @@ from collections import Counter
 import torch
 
 from common.cli import UserError
-from common.sweep_axes import EVALUATIONS
+from common.sweep_axes import INTERVALS
 from observe import figures
 from observe.measure import SETTLING_STEPS
 from observe.roofline import gpu_peaks, work
@@ -52,7 +52,7 @@ def check_steps(config, step, device):
     traced = range(step + SETTLING_STEPS, step + SETTLING_STEPS + steps)
     if steps and config.max_steps < traced.stop:
         raise UserError(f"--{flag} {steps} starts after {SETTLING_STEPS} steps: use --max_steps {traced.stop} or more")
-    for name in EVALUATIONS:
+    for name in INTERVALS:
         every = getattr(config, name)
         if every and any(step % every == 0 for step in traced):
             raise UserError(f"--{name} {every} falls among the steps that --{flag} traces: use --{name} 0")

@@ -7,7 +7,7 @@ from optim.muon import Muon
 
 
 def state_bytes(config):
-    """Bytes of optimizer state per parameter of (a block, the embeddings): AdamW's moments, or Muon's in blocks."""
+    """Bytes of optimizer state per parameter, (in the blocks, in the embeddings): AdamW's moments; Muon's in blocks."""
     moments = moment_bytes(config.adamw_states, config.n_embd)
     return 4 if config.optimizer == "muon" else moments, moments
 
@@ -25,7 +25,6 @@ def make_optimizer(model, config):
             matrices.setdefault((parameter.shape, parts), []).append(parameter)
     taken = {id(parameter) for each in matrices.values() for parameter in each}
     rest = [parameter for parameter in model.parameters() if id(parameter) not in taken]
-    # `matrices` may be empty on a rank of --pipeline
     peak = config.adamw_lr if config.optimizer == "muon" else config.lr
     groups = [
         dict(params=[p for p in rest if p.dim() >= 2], weight_decay=config.weight_decay, peak=peak),
@@ -38,7 +37,7 @@ def make_optimizer(model, config):
     else:
         # adamw_states: moments of 2 bytes or 1 instead of 4
         optimizer = LowMemoryAdamW(groups, config.adamw_states, config.compile, **settings)
-    if matrices:
+    if matrices:  # none on a rank of --pipeline without blocks
         groups = [
             dict(params=parameters, parts=parts, lr=config.lr, weight_decay=config.weight_decay, peak=config.lr)
             for (_, parts), parameters in matrices.items()

@@ -36,14 +36,14 @@ DEMO = dict(TINY, demo=True, data_dir="demo_data")
 TO_LOSS_DEMO = dict(lr=6e-4, max_steps=40, val_tokens=4096, seeds=2, micro_batch_size=2)
 
 
-def bring(flags):
-    """The defaults that --demo, --model tiny and --optimizer muon bring. flags: {name: value}."""
+def recipe_defaults(flags):
+    """The defaults of --demo, --model tiny and --optimizer muon, where they are among flags: {name: value}."""
     small = DEMO if flags.get("demo") else TINY if flags.get("model") == "tiny" else {}
-    return small | bring_optimizer(flags)
+    return small | optimizer_defaults(flags)
 
 
-def bring_optimizer(flags):
-    """The defaults that --optimizer brings."""
+def optimizer_defaults(flags):
+    """The defaults of --optimizer."""
     return MUON if flags.get("optimizer") == "muon" else {}
 
 
@@ -69,5 +69,5 @@ def choose_recipes(texts, config_class):
     if not texts:
         return RECIPES
     given = {text: read_recipe(text, config_class) for text in texts}
-    # not bring(): model=tiny would bring steps and evaluations, which are the ladder's
-    return {"flags as given": {}} | {text: bring_optimizer(flags) | flags for text, flags in given.items()}
+    # not recipe_defaults: model=tiny has defaults for steps and evaluations, which are the ladder's
+    return {"flags as given": {}} | {text: optimizer_defaults(flags) | flags for text, flags in given.items()}

@@ -7,7 +7,14 @@ from common.cli import Note
 
 
 def check_flags(config, distributed, notes):
-    """Note a batch warm-up without effect, and a learning-rate warm-up that is longer than the run."""
+    """Note flags without effect, and a learning-rate warm-up that is longer than the run."""
+    for flag, other, value in (
+        ("adamw_lr", "optimizer", "muon"),
+        ("momentum", "optimizer", "muon"),
+        ("cooldown_ratio", "lr_schedule", "wsd"),
+    ):
+        if getattr(config, flag) != getattr(type(config), flag) and getattr(config, other) != value:
+            notes.append(Note(flag, getattr(config, flag), f"it has no effect without --{other} {value}"))
     if config.batch_warmup_steps and accumulation_steps(config.batch_warmup_steps, config, distributed.data_size) == 1:
         reason = "it has no effect, since one micro-batch on each device is the full batch"
         notes.append(Note("batch_warmup_steps", config.batch_warmup_steps, reason))
@@ -27,13 +34,13 @@ def learning_rate(step, config, peak):
         return peak * (step + 1) / config.warmup_steps
     if config.lr_schedule == "constant":
         return peak
-    begin = config.warmup_steps
+    decay_start = config.warmup_steps
     if config.lr_schedule == "wsd":
-        begin = max(begin, round((1 - config.cooldown_ratio) * config.max_steps))
-    progress = min(1.0, max(0.0, (step - begin) / max(1, config.max_steps - begin)))
-    floor = config.min_lr_ratio * peak
-    left = 0.5 * (1 + math.cos(math.pi * progress)) if config.lr_schedule == "cosine" else 1 - progress
-    return floor + left * (peak - floor)
+        decay_start = max(decay_start, round((1 - config.cooldown_ratio) * config.max_steps))
+    progress = min(1.0, max(0.0, (step - decay_start) / max(1, config.max_steps - decay_start)))
+    coeff = 0.5 * (1 + math.cos(math.pi * progress)) if config.lr_schedule == "cosine" else 1 - progress
+    min_lr = config.min_lr_ratio * peak
+    return min_lr + coeff * (peak - min_lr)
 
 
 def accumulation_steps(step, config, data_size):

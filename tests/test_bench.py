@@ -20,7 +20,8 @@ def test_it_times_steps_and_leaves_nothing(command, tmp_path, ranks, autocast):
     [
         ("--steps 0", "--steps 0"),
         ("--init_from gpt2", "leave out --init_from and --resume"),
-        ("--ladder", "--ladder"),
+        ("--ladder", "leave them out"),
+        ("--rungs tf32", "leave them out"),
         ("--profile 2", "--profile"),
     ],
 )

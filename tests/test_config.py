@@ -7,7 +7,7 @@ from conftest import expect_error
 
 from common import device as device_module
 from common.cli import UserError, parse
-from config import GROUPS, Config, defaults, flags, resolve
+from config import GROUPS, Config, defaults, flags, resolve, set_sizes
 from model import GPTConfig
 from observe.evaluation import SLOW_DEVICE_ITEMS, limit_hellaswag
 from optim import recipes
@@ -43,6 +43,9 @@ def test_sizes_follow_the_model_and_give_way_to_their_own_flags():
     assert (config.n_layer, config.n_head, config.n_embd) == (48, 25, 1600)
     config, _ = resolved(model="gpt2-xl", n_layer=2)
     assert (config.n_layer, config.n_head, config.n_embd) == (2, 25, 1600)
+    config = Config(demo=True, model="tiny", init_from="x", seq_len=64)  # the demo's model is not a flag that was given
+    set_sizes(config, GPTConfig(64, n_layer=1, n_head=2, n_embd=32), None)
+    assert (config.n_layer, config.n_head, config.n_embd) == (1, 2, 32)
 
 
 def test_the_micro_batch_fits_and_divides():
@@ -103,7 +106,8 @@ def test_without_a_compiler_it_runs_uncompiled(monkeypatch):
         ("--hellaswag_limit 0", 1, dict(hellaswag_limit=0)),
         ("--seed -1", 1, dict(seed=-1)),
         ("--lr -1", 1, dict(lr=-1)),
-        ("--peak_tflops 0", 1, dict(peak_tflops=0)),
+        ("--peak_tflops inf: it must be above 0 and finite", 1, dict(peak_tflops=float("inf"))),
+        ("--lr inf: it must be finite", 1, dict(lr=float("inf"))),
         ("--seed 9223372036854775808", 1, dict(seed=2**63)),
         ("--shard_ranks 3 does not divide 4 ranks", 4, dict(parallel="hsdp", shard_ranks=3)),
         ("needs --parallel ddp, not zero3", 2, dict(parallel="zero3", autocast="fp16")),
@@ -124,6 +128,10 @@ def test_what_has_no_effect_is_noted():
     assert "lr never reaches" in resolved(max_steps=714)[1] and "lr never" not in resolved(max_steps=715)[1]
     _, notes = resolved(micro_batch_size=8, total_batch_size=8192, batch_warmup_steps=10)
     assert "batch_warmup_steps is 10: it has no effect" in notes
+    _, notes = resolved(adamw_lr=1e-4, cooldown_ratio=0.2)
+    assert "adamw_lr is 0.0001: it has no effect without --optimizer muon" in notes
+    assert "cooldown_ratio is 0.2: it has no effect without --lr_schedule wsd" in notes
+    assert "adamw_lr" not in resolved(adamw_lr=1e-4, optimizer="muon")[1]
 
 
 def test_a_slow_device_evaluates_few_hellaswag_items():

@@ -33,6 +33,8 @@ def test_the_export_has_no_training_state(command, tmp_path):
     assert done.returncode == 0 and "from_pretrained" in done.stdout, done.stderr
     names = {path.name for path in (tmp_path / "some" / "where").iterdir()}
     assert names == {"config.json", "model.safetensors", "vocab.json", "merges.txt", "tokenizer_config.json"}
+    where = json.loads((tmp_path / "some" / "where" / "tokenizer_config.json").read_text())
+    assert where["model_max_length"] == model.config.seq_len
     x = torch.randint(50257, (2, 64))
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "some" / "where").eval()
     torch.testing.assert_close(theirs(x).logits, model(x), rtol=1e-4, atol=1e-3)

@@ -150,6 +150,7 @@ def test_a_sweep_finds_the_best_on_each_number_of_ranks(train):
     assert [r["command"].split()[0] for r in done] == ["python", "torchrun", "torchrun"]
     best, other, _ = sorted(done, key=lambda r: -r["tokens_per_sec"])
     output = (folder / "output.txt").read_text()
+    assert "not used: --checkpoint_every" in output and "--max_steps" in output
     assert f" wins: {best['tokens_per_sec']:,.0f} tok/s" in output
     assert f"{best['tokens_per_sec'] / other['tokens_per_sec']:.3f} × the next" in output
     assert f"| 1 | zero3 | skipped: {results[1]['reason']} |" in (folder / "sweep.md").read_text()

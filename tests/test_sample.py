@@ -77,6 +77,7 @@ def test_temperature_top_k_and_top_p():
         return continued(model, prompt, 4, generator=torch.Generator().manual_seed(7), **settings)
 
     assert torch.equal(draw(top_k=5), draw(top_k=5))
+    assert torch.equal(draw(temperature=1e-38), draw(temperature=0))
     assert torch.equal(draw(top_k=1), draw(temperature=0)) and torch.equal(draw(top_p=1e-6), draw(temperature=0))
     assert not torch.equal(draw(), draw(top_k=5))
     likely = model(prompt)[:, -1].topk(5).indices
@@ -129,7 +130,10 @@ def test_the_command_and_its_errors(command, tmp_path):
     assert command(*arguments[:1], "run", *arguments[2:], "--count", 2).stdout == done.stdout  # its newest checkpoint
     expect_error(command("sample.py", "empty", "--device", "cpu"), "empty is a run without checkpoints")
     expect_error(command("sample.py", "run/checkpoint_9", "--device", "cpu"), "run/checkpoint_9 is not a folder")
-    expect_error(command("sample.py", "c", "--temperature", -1, "--device", "cpu"), "--temperature")
+    for temperature in (-1, "nan"):
+        expect_error(command("sample.py", "c", "--temperature", temperature, "--device", "cpu"), "--temperature")
+    expect_error(command("sample.py", "c", "--prompt", "a", "--prompt_file", "b"), "exclude each other")
+    expect_error(command("sample.py", "c", "--device", "cpu", ranks=2), "in one process")
     expect_error(command("sample.py", "c", "--count", 0, "--device", "cpu"), "--count")
     expect_error(command("sample.py", "c", "--stream", "--count", 2, "--device", "cpu"), "--stream", "--count")
     expect_error(command("sample.py", "some-name-that-is-not-there", "--device", "cpu"), "some-name-that-is-not-there")

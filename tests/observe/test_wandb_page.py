@@ -24,8 +24,8 @@ def make_log(tmp_path, **flags):
 
 def train_step(log, step, loss, own_ms=(math.nan,), memory=None, **gpu):
     ranks = [RankReport(ms, **gpu) for ms in own_ms]
-    result = StepResult(loss, 1.0, 100, finite=True, loss_scale=None, stop=False, seconds=0.5, ranks=ranks)
-    result.memory = memory
+    facts = dict(finite=True, loss_scale=None, stop=False, seconds=0.5, ranks=ranks, memory=memory)
+    result = StepResult(loss, 1.0, 100, **facts)
     log.train_step(step, 100 * (step + 1), result, lr=1e-4)
 
 
