@@ -198,7 +198,7 @@ def train(flags, distributed, given_flags):
     if config.demo:
         distributed.on_main(lambda: demo.make_data(config.data_dir))
     train_stream, val_stream, data = open_streams(config)
-    notes += resume.changed_data(start, config, data, train_stream.total)
+    notes += resume.changed_data(start, config, data)
     hellaswag = choice_in_training(config)
     place = (distributed.device, distributed.data_rank, distributed.data_size)
     loader = Loader(train_stream, config.micro_batch_size, config.seq_len, *place)
@@ -211,8 +211,8 @@ def train(flags, distributed, given_flags):
     if log:  # on rank 0
         print_plan(trainer, notes, start, train_stream, val_stream, hellaswag, log, plan_switches(config))
     checkpointer = Checkpointer(trainer, loader, data, log, start.step)
-    tracer = profiler.start(config, trainer.model.config, log, start.step) if log else None
-    with out_of_memory(less_memory(config.micro_batch_size)), hang.watch(checkpointer.folder, distributed):
+    limits = out_of_memory(less_memory(config.micro_batch_size))
+    with limits, hang.watch(checkpointer.folder, distributed), profiler.trace(trainer, log, start.step) as tracer:
         loop(trainer, loader, val_stream, hellaswag, checkpointer, log, tracer, start)
 
 

@@ -33,7 +33,7 @@ class Checkpointer:
         self.folder = Path(self.config.log_dir) / self.config.run_name
         self.group = dist.new_group(backend="gloo") if fsdp.is_sharded(self.config) else None
         self.saved = step  # the step of the last snapshot, written or not; at first the step where the run starts
-        self.reached = step  # the newest step that a finite loss and gradient led to
+        self.reached = step  # the newest step whose last loss and gradient were finite
         self.pending = False  # a checkpoint is due, and waits for a finite step
         self._thread = ThreadPoolExecutor(1)
         self._writing = None

@@ -6,13 +6,11 @@ from pathlib import Path
 from checkpoints import load, pieces
 from checkpoints.run_folder import facts_of, folder_of, lock, named_run, run_of, run_of_this_launch
 from checkpoints.save import TRAINING, modules_with_scales, set_random_state
-from common.cli import Note, UserError, from_here
+from common.cli import Note, UserError, from_here, word
 from data.shards import MANIFEST, first_difference
 from model import GPTConfig
 from optim.optimizer import named_state
 from parallel.tensor import order_by_rank
-
-SHARED_STEP = "adamw_steps"  # one step count for all parameters, in checkpoints that older versions wrote
 
 
 @dataclass
@@ -67,7 +65,7 @@ def find_checkpoint(config, distributed):
         found = load.newest(path, distributed)
         if found is None:
             raise UserError(
-                f"--resume {path}: there is no checkpoint; give auto, never, or the folder of a checkpoint or run"
+                f"--resume {config.resume!r}: there is no checkpoint; give auto, never, or the folder of a run"
             )
     if config.run_name is None:
         config.run_name = run_of(found).name
@@ -108,25 +106,22 @@ def changed_flags(start, config, world_size, flags):
         flags = {*flags, "micro_batch_size", "world_size", "tensor", "context"}
     before, now = start.training["run"], vars(config) | dict(world_size=world_size)
     changed = [name for name in now if name in flags and name in before and before[name] != now[name]]
-    notes = [Note(name, now[name], f"the checkpoint was made with {before[name]}") for name in changed]
+    notes = [Note(name, now[name], f"the checkpoint was made with {word(before[name])}") for name in changed]
     if start.step >= config.max_steps:
         notes.append(Note("max_steps", config.max_steps, "the checkpoint has reached it; raise it to continue"))
     return notes
 
 
-def changed_data(start, config, data, total):
-    """A list with a Note if the data differ from the checkpoint's. data: from open_streams; total: training tokens.
+def changed_data(start, config, data):
+    """A list with a Note if the data differ from the checkpoint's. data: from open_streams.
 
     Raises UserError for other data without --allow_other_data.
     """
     if not start.resumed:
         return []
-    before, loader = start.training, start.training["loader"]
-    difference, manifests = None, (before.get("manifest"), data["manifest"])
-    if "shards" in before:
-        difference = first_difference(before["shards"], data["shards"])
-    elif total != loader["total"]:  # an older version's checkpoint, which lists no shards
-        difference = f"{total} training tokens instead of {loader['total']}"
+    before = start.training
+    manifests = before["manifest"], data["manifest"]
+    difference = first_difference(before["shards"], data["shards"])
     if not difference and all(manifests) and manifests[0] != manifests[1]:
         difference = f"{MANIFEST} is not the same"
     if not difference:
@@ -136,7 +131,7 @@ def changed_data(start, config, data, total):
             f"{start.resumed} was trained on other data than {config.data_dir}: {difference}; continue with the same "
             "data, or add --allow_other_data to continue at the same token position of the new data"
         )
-    reason = f"{difference}; training continues at token {loader['position']:,} of {config.data_dir}"
+    reason = f"{difference}; training continues at token {before['loader']['position']:,} of {config.data_dir}"
     return [Note("allow_other_data", True, reason)]
 
 
@@ -149,18 +144,13 @@ def restore(start, model, optimizer, scaler, loader, distributed):
     loader.restore(start.training["loader"])
     state = named_state(model, optimizer)
     rank = distributed.rank
-    optional = [SHARED_STEP, f"random.{rank}", f"scales.{rank}", "scales.0"]
+    optional = [f"random.{rank}", f"scales.{rank}", "scales.0"]
     files = [name for name in start.training["sha256"] if name.endswith(".safetensors")]
     with load.explained(start.resumed, expected="another checkpoint"):
         if start.training["scaler"] and scaler.is_enabled():
             scaler.load_state_dict(start.training["scaler"])
-        shared = SHARED_STEP in pieces.saved_names(start.resumed, files)
-        steps = {name: value for name, value in state.items() if shared and name.startswith("step.")}
-        targets = {name: value for name, value in state.items() if name not in steps}
-        found = pieces.load(start.resumed, files, targets, optional)
-        order_by_rank(targets.items())
-        for step in steps.values():
-            step.copy_(found[SHARED_STEP])
+        found = pieces.load(start.resumed, files, state, optional)
+        order_by_rank(state.items())
         if f"random.{rank}" in found:
             set_random_state(found[f"random.{rank}"], distributed.device)
     scales, modules = found.get(f"scales.{rank}", found.get("scales.0")), modules_with_scales(model)

@@ -89,6 +89,8 @@ def write(folder, model, tensors, training, group=None):
         hashes = pieces.write(unfinished, tensors, group)
         if dist.get_rank(group) > 0:
             return
+        if lost := [name for name in hashes if not (unfinished / name).exists()]:
+            raise OSError(f"{lost[0]} is not in {unfinished}: all machines must share --log_dir")
         model.save_config(unfinished)
         (unfinished / "README.md").write_text(README.format(folder=folder))
     else:

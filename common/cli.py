@@ -30,6 +30,11 @@ def first_line(error):
     return next((line.strip().rstrip(".") for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
+def word(value):
+    """A flag's value as text."""
+    return "on" if value is True else "off" if value is False or value is None else str(value)
+
+
 @dataclass(frozen=True)
 class Note:
     """A flag whose value was chosen or changed, and why: printed with the plan."""
@@ -39,8 +44,7 @@ class Note:
     reason: str
 
     def __str__(self):
-        value = "on" if self.value is True else "off" if self.value is False or self.value is None else self.value
-        return f"{self.flag} is {value}: {self.reason}"
+        return f"{self.flag} is {word(self.value)}: {self.reason}"
 
 
 class Console:

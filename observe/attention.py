@@ -29,8 +29,7 @@ from observe import figures, roofline
 from observe.hardware import environment, peak_flops
 from observe.measure import OUT_OF_MEMORY, prepare, save
 from observe.tables import align, markdown_table
-from observe.timing import TimingFlags, dtype_of_activations, forward_and_backward
-from parallel import process_group
+from observe.timing import TimingFlags, dtype_of_activations, forward_and_backward, only_device
 
 LENGTHS = tuple(512 * 2**i for i in range(7))
 # Backends of F.scaled_dot_product_attention. PyTorch's own FlashAttention is version 2. Besides these: packed_qkv,
@@ -61,7 +60,7 @@ class Flags(TimingFlags):
 
 def main():
     flags = parse(Flags)
-    device = process_group.start(flags.device).device
+    device = only_device(flags.device)
     if flags.tokens is None:
         flags.tokens = 65536 if device.type == "cuda" else 1024
     flags.lengths = tuple(sorted(flags.lengths)) or tuple(T for T in LENGTHS if T <= flags.tokens)
@@ -83,7 +82,6 @@ def main():
             bar.update()
             save(folder, "attention", results, markdown(results, flags, device), partial(figures.attention, results))
     print(f"{folder}/ has attention.md, attention.json and attention.png")
-    process_group.stop()
 
 
 def check(flags):

@@ -19,7 +19,7 @@ def limit_hellaswag(config, notes):
     """Set hellaswag_limit, in place, on a device that would take long for all items."""
     if config.hellaswag_every and config.hellaswag_limit is None and config.device != "cuda":
         config.hellaswag_limit = SLOW_DEVICE_ITEMS
-        reason = f"the default on {config.device}, where all 10,042 items take minutes or hours"
+        reason = f"the default on {config.device}, where all of HellaSwag takes minutes or hours"
         notes.append(Note("hellaswag_limit", config.hellaswag_limit, reason))
 
 

@@ -3,6 +3,8 @@
 import statistics
 from itertools import cycle, product
 
+from common.cli import word
+
 INK, MUTED, RULE = "#1f2328", "#6a737d", "#d8dee4"
 SPEED, MEMORY = "#2f6fbb", "#c77d2e"
 PALETTE = ("#2f6fbb", "#c77d2e", "#4f9d69", "#b5495b", "#7d5ba6", "#8a8f98", "#3aa6a6")
@@ -50,11 +52,6 @@ def uneven(result):
     """The interquartile range of a measurement's step times, over their median, as text; empty for even steps."""
     spread = result.get("spread", 0)
     return f"{spread:.0%}" if spread >= UNEVEN else ""
-
-
-def word(value):
-    """A flag's value as text."""
-    return {True: "on", False: "off"}[value] if isinstance(value, bool) else str(value)
 
 
 def describe(cell):
@@ -261,7 +258,8 @@ def links(results, path):
         ax.set_xscale("log", base=2)
         ax.set_yscale("log")
         ticks = ((2**10, "1 KB"), (2**15, "32 KB"), (2**20, "1 MB"), (2**25, "32 MB"), (2**30, "1 GB"))
-        ax.set_xticks(*zip(*(tick for tick in ticks if tick[0] <= max(result["bytes"] for result in results))))
+        largest = 1.01 * max(result["bytes"] for result in results)  # a size may be rounded down to equal parts
+        ax.set_xticks(*zip(*(tick for tick in ticks if tick[0] <= largest)))
         ax.yaxis.set_major_formatter("{x:g}")
         ax.set_xlabel("size of the collective", color=INK)
         ax.set_ylabel(label, color=INK)

@@ -10,6 +10,7 @@ https://docs.pytorch.org/tutorials/unstable/flight_recorder_tutorial.html
 import contextlib
 import faulthandler
 import json
+import math
 import pickle
 import sys
 import threading
@@ -20,6 +21,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from checkpoints.run_folder import unused_name
 from common.cli import ROOT
 from common.progress import print_over_bar
 
@@ -30,7 +32,7 @@ ALERT = "hang"  # prefix of the keys in the store; the number of the report foll
 
 @contextlib.contextmanager
 def watch(folder, distributed):
-    """Watch for hangs inside this context. folder: the run's, which gets a folder `hang` for the first hang, `hang_2`
+    """Watch for hangs inside this context. folder: the run's, which gets a folder `hang` for the first hang, `hang.1`
     for the next, ... One rank cannot hang.
 
     The thread answers unless this rank's process is stopped, or a library keeps Python's global interpreter lock.
@@ -60,10 +62,10 @@ def watch_collectives(folder, rank, world_size, store, done):
         alert = f"{ALERT} {reports}"
         try:
             if time.monotonic() - since > LIMIT:
-                store.set(alert, "")
+                store.compare_set(alert, "", unused_name(folder).name)  # the first alert names the folder
             if store.check([alert]):
-                report(folder.with_name(f"hang_{reports + 1}") if reports else folder, rank, world_size, store, alert)
-                since, reports = time.monotonic(), reports + 1  # after a slow checkpoint training continues
+                report(folder.with_name(store.get(alert).decode()), rank, world_size, store, alert)
+                since, reports = math.inf, reports + 1  # the next report is of another collective
         except dist.DistError:
             return  # the store's host has ended, and with it the job
 

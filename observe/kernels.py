@@ -27,8 +27,7 @@ from observe.hardware import environment
 from observe.measure import OUT_OF_MEMORY, prepare, save
 from observe.roofline import memory_bandwidth
 from observe.tables import align, markdown_table
-from observe.timing import TimingFlags, dtype_of_activations, forward_and_backward
-from parallel import process_group
+from observe.timing import TimingFlags, dtype_of_activations, forward_and_backward, only_device
 
 COLUMNS = ("operation", "level", "forward ms", "backward ms", "GB/s", "of bandwidth", "× eager", "peak GB")
 COLUMN_WIDTHS = (14, 13, 10, 11, 8, 12, 8, 8)
@@ -60,7 +59,7 @@ class Flags(TimingFlags):
 
 def main():
     flags = parse(Flags)
-    device = process_group.start(flags.device).device
+    device = only_device(flags.device)
     if flags.tokens is None:
         flags.tokens = 65536 if device.type == "cuda" else 1024
     if min(flags.tokens, flags.n_embd, flags.vocab_size, flags.repeats) < 1:
@@ -81,7 +80,6 @@ def main():
             draw = partial(figures.kernels, results, memory_bandwidth(device))
             save(folder, "kernels", results, markdown(results, flags, device), draw)
     print(f"{folder}/ has kernels.md, kernels.json and kernels.png")
-    process_group.stop()
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -48,6 +48,8 @@ def plan(config, given):
     """
     config = replace(config, gpus=8 if config.gpus is None else config.gpus)
     check(config)
+    # also those of --config's or --resume's file
+    given = {*given, *(name for name in planner.CHOSEN if getattr(config, name) != getattr(type(config), name))}
     sized = replace(config)
     set_sizes(sized, pretrained=None, resumed=None)
     best = print_layouts(sized, given)

@@ -113,7 +113,7 @@ def check(flags, distributed):
         raise UserError("--machines and --network must be above 0")
     if flags.gpus_per_machine is not None and (flags.gpus_per_machine < 2 or not flags.machines):
         raise UserError("--gpus_per_machine must be at least 2, and needs --machines")
-    if flags.network and not flags.machines or max(flags.machines, default=1) > 1 and not flags.network:
+    if bool(flags.network) != (max(flags.machines, default=1) > 1):
         raise UserError("--machines and --network go together, such as --machines 1 2 4 --network 400 12.5")
     if flags.machines and machines_at_hand(distributed) > 1:
         raise UserError("--machines starts from the links inside one machine: measure on one")

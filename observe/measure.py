@@ -31,7 +31,7 @@ SCRIPT = Path(__file__).parent.parent / "train_gpt2.py"
 
 
 def plain(config):
-    """config without the flags that measure() sets and those of the ladder: they have their defaults."""
+    """config with defaults for the ladder's flags and for those that measure() sets."""
     own = "ladder rungs ladder_steps log_dir run_name wandb_group".split()
     return dataclasses.replace(config, **{name: getattr(type(config), name) for name in own})
 

@@ -15,7 +15,7 @@ from common.device import missing_package
 from common.progress import print_over_bar
 
 PERIOD = 0.25  # seconds between two samples
-SHORTEST = 2  # seconds: the driver's power is the mean of one, so the energy of less time can be off by more than 5%
+SHORTEST = 2  # seconds; NVML's power is a mean over 1 s, so the energy of less time can be off by more than 5%
 
 
 class Sample(NamedTuple):

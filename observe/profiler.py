@@ -1,6 +1,7 @@
 """--profile: PyTorch's profiler over a few steps, time summed by category of kernel, and the roofline.
 --memory_snapshot: a few steps' allocations, for PyTorch's memory viewer."""
 
+import contextlib
 import gzip
 import json
 import os
@@ -16,7 +17,6 @@ from observe.measure import SETTLING_STEPS
 from observe.roofline import gpu_peaks, work
 from optim.schedules import accumulation_steps
 from parallel.fsdp import is_sharded
-from parallel.process_group import Distributed
 
 IDLE = "idle"
 OUTSIDE_OPERATORS = "Python, compiled"  # on a CPU: time outside operators, such as torch.compile's kernels and Python
@@ -58,14 +58,31 @@ def check_steps(config, step, device):
             raise UserError(f"--{name} {every} falls among the steps that --{flag} traces: use --{name} 0")
 
 
-def start(config, model_config, log, step):
+@contextlib.contextmanager
+def trace(trainer, log, step):
+    """A context for the training loop, with start()'s object or None. log: rank 0's RunLog, None on the other ranks.
+
+    A run that ends among the traced steps writes no profile; a profiler that still runs would crash Python's exit.
+    """
+    tracer = log and start(trainer, log, step)
+    try:
+        yield tracer
+    finally:
+        if tracer:
+            tracer.stop()
+
+
+def start(trainer, log, step):
     """An object whose step() is to be called after every training step: a running torch.profiler.profile, or a
     MemorySnapshot; None without both flags.
 
     The profiler traces config.profile steps, SETTLING_STEPS after `step`, with the time between them. After the last of
     them it prints the table and writes trace.json.gz, profile.json and, if the roofline is known, roofline.png to the
     run's folder.
+
+    trainer: train_gpt2.Trainer.
     """
+    config = trainer.config
     if config.memory_snapshot:
         return MemorySnapshot(config.memory_snapshot, log.folder)
     if not config.profile:
@@ -78,7 +95,7 @@ def start(config, model_config, log, step):
     profile = torch.profiler.profile(
         activities=activities,
         schedule=torch.profiler.schedule(wait=SETTLING_STEPS - 1, warmup=1, active=config.profile, repeat=1),
-        on_trace_ready=lambda profile: report(profile, config, model_config, log, step + SETTLING_STEPS),
+        on_trace_ready=lambda profile: report(profile, trainer, log, step + SETTLING_STEPS),
         acc_events=True,
     )
     profile.start()
@@ -96,19 +113,25 @@ class MemorySnapshot:
         self.steps, self.path = steps, folder / "memory_snapshot.pickle"
         self._done = 0
 
+    def stop(self):
+        torch.cuda.memory._record_memory_history(enabled=None)
+
     def step(self):
         self._done += 1
         if self._done == SETTLING_STEPS:
             torch.cuda.memory._record_memory_history(stacks="python")
         if self._done == SETTLING_STEPS + self.steps:
             torch.cuda.memory._dump_snapshot(str(self.path))
-            torch.cuda.memory._record_memory_history(enabled=None)
+            self.stop()
             print(f"memory of {self.steps} steps: {self.path} (open it in https://docs.pytorch.org/memory_viz)")
 
 
-def report(profile, config, model_config, log, first):
+def report(profile, trainer, log, first):
     """Write a profile's files and print its table. first: the first traced step."""
-    steps, world_size = config.profile, log.facts["world_size"]
+    config, distributed, steps = trainer.config, trainer.distributed, trainer.config.profile
+    if profile.step_num < SETTLING_STEPS + steps:
+        print("the run has ended among the steps of --profile: there is no profile")
+        return
     trace = log.folder / "trace.json.gz"
     profile.export_chrome_trace(str(trace))
     if log.device.type == "cuda":
@@ -118,14 +141,13 @@ def report(profile, config, model_config, log, first):
         title = "time by kind of operation"
         total, seconds = cpu_seconds(profile)
     peaks = None
-    data_size = Distributed(0, world_size, log.device, config.tensor, config.context, config.pipeline).data_size
     # work() counts whole layers, sequences and weights, fused operations in 16 bits, and AdamW with float32 moments
     whole = config.context == 1 and not is_sharded(config)
     adamw = config.optimizer == "adamw" and config.adamw_states == "float32"
     if config.compile and config.autocast != "off" and not config.fp8 and whole and adamw:
-        peaks = gpu_peaks(log.device, log.peak_flops and log.peak_flops / world_size)
-    micro_steps = sum(accumulation_steps(first + i, config, data_size) for i in range(steps)) / steps
-    work_per_step = work(model_config, config.seq_len, micro_steps * config.micro_batch_size * config.seq_len)
+        peaks = gpu_peaks(log.device, log.peak_flops and log.peak_flops / distributed.world_size)
+    micro_steps = sum(accumulation_steps(first + i, config, distributed.data_size) for i in range(steps)) / steps
+    work_per_step = work(trainer.model.config, config.seq_len, micro_steps * config.micro_batch_size * config.seq_len)
     table = make_table(seconds, total, steps, peaks, work_per_step)
     facts = dict(steps=steps, roof=peaks, kinds=table)
     (log.folder / "profile.json").write_text(json.dumps(facts, indent=2) + "\n")

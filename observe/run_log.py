@@ -290,13 +290,13 @@ class RunLog:
 
     def _spike(self, loss):
         """The loss's distance from the mean of the last losses, in standard deviations, if it is a spike, else None."""
-        losses = self._losses
-        spike = None
+        if not math.isfinite(loss):
+            return None
+        losses, spike = self._losses, None
         if len(losses) >= MIN_SPIKE_WINDOW and (deviation := statistics.pstdev(losses)):
             distance = (loss - statistics.fmean(losses)) / deviation
             spike = distance if distance > SPIKE else None
-        if math.isfinite(loss):
-            losses.append(loss)
+        losses.append(loss)
         return spike
 
     def _seconds_left(self, step):

@@ -1,6 +1,7 @@
 """Tables of measurements, for the terminal and as Markdown."""
 
-from observe.figures import describe, model_of, uneven, word
+from common.cli import word
+from observe.figures import describe, model_of, uneven
 
 COLUMNS = ("rung", "ms a step", "tokens/sec", "× before", "× first", "MFU", "peak GB", "mJ/token", "loss")
 MEASURES = (1, 2, 5, 6, 7)  # the columns that a sweep has too

@@ -8,6 +8,10 @@ from typing import Literal
 
 import torch
 
+from common.cli import UserError
+from parallel import process_group
+from parallel.rendezvous import launched
+
 WARM_UP = 3  # runs that are not measured
 LONGEST = 2.0  # seconds after which no further run is started
 BUSY = 2_000_000  # clock cycles, 1 ms: the GPU waits until the host has launched a kernel, so that Python is not timed
@@ -30,6 +34,13 @@ class TimingFlags:
     """Name of the results' folder; by default the command's, with date and time."""
 
 
+def only_device(choice):
+    """The device that --device chooses. Raises UserError for several ranks, which would time it once each."""
+    if launched()[1] > 1:
+        raise UserError("this times one device: start it with python, not with torchrun")
+    return process_group.start(choice).device
+
+
 def dtype_of_activations(device):
     """The dtype of a training step's activations: bf16, fp16 on GPUs without it, float32 on a CPU."""
     if device.type == "cpu":
@@ -41,13 +52,12 @@ def dtype_of_activations(device):
 def time_of(device, function, first=lambda: None):
     """(ms, the result) of a function, by the device's clock. first(): work of the device before it, not timed."""
     if device.type != "cuda":
+        synchronize = torch.mps.synchronize if device.type == "mps" else lambda: None
         first()
-        if device.type == "mps":
-            torch.mps.synchronize()
+        synchronize()
         began = time.perf_counter()
         result = function()
-        if device.type == "mps":
-            torch.mps.synchronize()
+        synchronize()
         return 1e3 * (time.perf_counter() - began), result
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda._sleep(BUSY)

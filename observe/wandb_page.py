@@ -18,7 +18,7 @@ class WandbPage:
         self.folder = None  # of wandb's local files
         self._mode = config.wandb
         if self._mode == "auto":
-            self._mode = os.environ.get("WANDB_MODE", "auto")
+            self._mode = os.environ.get("WANDB_MODE") or "auto"
         if self._mode in ("auto", "online"):
             self._mode = self._online_or_offline()
 
@@ -121,7 +121,8 @@ class WandbPage:
             # wandb's service process is gone. Without teardown wandb prints the same error, in 30 lines, at exit
             with contextlib.suppress(*dead_process):
                 wandb.teardown()
-        print(f"wandb {mode} failed ({type(error).__name__}: {error}); training goes on, metrics.jsonl has all metrics")
+        reason = f"{type(error).__name__}: {first_line(error)}"
+        print(f"wandb {mode} failed ({reason}); the run goes on without it, its folder has everything")
 
     def where_to_watch(self):
         """The page's URL, the commands that show and upload an offline run, or None without a page."""

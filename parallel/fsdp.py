@@ -39,7 +39,10 @@ def shard_group_size(config, distributed):
 
 
 def check_flags(config, distributed, notes):
-    """Check --parallel, --tensor, --context and what goes with them, in place. Raises UserError if they conflict."""
+    """Check --parallel, --tensor, --context and flags that depend on them; changes config and notes in place.
+
+    Raises UserError if they conflict.
+    """
     tensor.check_flags(config, distributed, notes)
     context.check_flags(config, distributed)
     if config.shard_ranks and config.parallel != "hsdp":

@@ -71,6 +71,8 @@ def choose_micro_batch_size(config, distributed, free):
         limit = min(limit, config.total_batch_size // (share * 4 * config.pipeline))
     powers = [2**i for i in range(largest.bit_length()) if 2**i <= max(1, limit)]
     sizes = [size for size in powers if config.total_batch_size % (size * share) == 0]
+    if config.stages_per_rank > 1:  # the interleaved schedule needs a multiple of --pipeline micro-batches
+        sizes = [size for size in sizes if config.total_batch_size // (size * share) % config.pipeline == 0]
     if free is not None:
         sizes = [b for b in sizes if step_memory(replace(config, micro_batch_size=b), distributed).fits(free)]
         memory = f"the {free / 2**30:.0f} GB of free memory"
@@ -214,8 +216,8 @@ def bytes_per_token(config):
     blocks = blocks_in_flight(config)
     layers = blocks * layer
     if config.activation_checkpointing != "off":
-        # each block's input; with "selective" also the outputs of GEMMs and attention, ten times C (compiled, backward
-        # does not read both c_proj's), and of --context's all-to-alls, four times C; plus one block being recomputed
+        # each block's input; with "selective" also the outputs of GEMMs and attention, 10 C (8 C compiled: backward
+        # reads neither c_proj's output), and of --context's all-to-alls, 4 C; plus one block being recomputed
         kept = 2 if config.bf16_residual else 4
         if config.activation_checkpointing == "selective":
             kept += (8 if config.compile else 10) * width + (4 * width if config.context > 1 else 0)

@@ -42,7 +42,7 @@ def check_flags(config, distributed):
     if stages > config.n_layer + 1:
         raise UserError(
             f"--pipeline {size} × --stages_per_rank {config.stages_per_rank} are {stages} stages, but {config.n_layer} "
-            f"blocks and the head fill {config.n_layer + 1} at most"
+            f"blocks and the head fill {config.n_layer + 1} at most: use fewer"
         )
     groups = distributed.world_size // config.tensor
     if groups % size:
@@ -58,7 +58,8 @@ def check_flags(config, distributed):
         raise UserError("--pipeline excludes --context: use --tensor with --context")
     if config.batch_warmup_steps:
         raise UserError(
-            "--batch_warmup_steps begins with one micro-batch, which leaves all stages of --pipeline but one idle"
+            "--batch_warmup_steps begins with one micro-batch, which leaves all stages of --pipeline but one idle: "
+            "leave one of the two out"
         )
 
 
@@ -100,9 +101,9 @@ def blocks_of_ranks(config):
 
 
 def blocks_in_flight(config):
-    """Blocks whose activations a rank keeps, once for each micro-batch in flight: the most of all ranks.
+    """The most, over all ranks, of (blocks × micro-batches in flight): the block activations that a rank keeps.
 
-    Interleaved: the warm-up of ScheduleInterleaved1F1B and one more, each with one of the rank's V stages.
+    Interleaved: ScheduleInterleaved1F1B's warm-up forwards and one more are in flight, each of one of V stages.
     """
     N, V = config.pipeline, config.stages_per_rank
     in_flight = [N - rank if V == 1 else ((V - 1) * N + 2 * (N - 1 - rank) + 1) / V for rank in range(N)]

@@ -72,7 +72,7 @@ class Distributed:
 
     def minimum(self, value):
         """The smallest of all ranks' numbers, as a float."""
-        return self._begin([value], dist.ReduceOp.MIN)()[0] if dist.is_initialized() else float(value)
+        return self._begin([value], dist.ReduceOp.MIN)()[0]
 
     def _begin(self, values, operation):
         if not dist.is_initialized() and self.device.type != "cuda":

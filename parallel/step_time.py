@@ -3,8 +3,8 @@
 In an all-gather or a reduce-scatter of S bytes by n ranks each rank sends (n-1)/n S, in an all-reduce twice that
 (Patarasuk and Yuan 2009). Over several machines, the ranks of a machine do so first, and then the machines:
 
-    (n-1)/n S / link  +  (m-1)/m S g / network       n ranks in each of m machines, of which g groups share the network;
-                                                     link and network in bytes/s of a GPU, and of a machine
+    (n-1)/n S / link  +  (m-1)/m S g / network       n ranks in each of m machines; g such groups share a machine's
+                                                     network. link: bytes/s of a GPU; network: bytes/s of a machine
 
 With P parameters on a rank, 16-bit weights and float32 gradients, a step of M micro-batches has
 
@@ -41,7 +41,7 @@ from parallel.pipeline import blocks_of_ranks
 
 # Measured with GPT-2 124M and 1558M on H200s: docs/benchmarks.md, docs/scaling.md
 LAYER_SECONDS = 0.3e-3  # fixed time of a block: micro-batches of 64, 32, 16 sequences take 108.6, 56.4, 30 ms (124M)
-STEP_SECONDS = 2e-3  # the update, and the rest of a step; 25 ms for 1558M, 1% of a step that the fit absorbs
+STEP_SECONDS = 2e-3  # the update and the rest of a step of 124M; 1558M takes 25 ms, which the fitted MFU contains
 SLOWEST = 1.015  # several GPUs wait for the slowest
 SHARDED = dict(ddp=1.03, zero2=1.03, zero3=1.05, hsdp=1.05)  # FSDP's computation, against DDP's; hsdp: as zero3
 COPIES = 1.5  # times the bytes of tensor's and context's collectives, which copy input and output; 124M, --context 2

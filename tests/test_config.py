@@ -71,6 +71,9 @@ def test_the_micro_batch_fits_and_divides():
         for mode in ("off", "selective", "full")
     ]
     assert sizes == sorted(sizes) and sizes[0] < sizes[-1]
+    interleaved = Config(n_layer=12, n_head=12, n_embd=768, pipeline=4, stages_per_rank=2, seq_len=32)
+    interleaved.total_batch_size = 36 * 32  # with 2 sequences 18 micro-batches, which 4 stages do not divide
+    assert choose_micro_batch_size(interleaved, Distributed(0, 4, torch.device("cpu"), 1, 1, 4), None)[0] == 1
     distributed, config = Distributed(0, 4, torch.device("cuda")), Config(**large, parallel="zero2")
     bf16, float32 = (sum(bytes_of_weights(replace(config, autocast=a), distributed)) for a in ("bf16", "off"))
     assert float32 - bf16 > 2 * count_params(config)  # gathered in float32

@@ -31,6 +31,7 @@ def test_it_measures_every_kernel_of_the_device(command, tmp_path):
     assert f"| 8 | 32 | {results[2]['tflops']:.4g} | {results[3]['tflops']:.4g} |" in table
     assert (folder / "attention.png").stat().st_size > 1000
     expect_error(command("observe/attention.py", *SMALL), "side_by_side exists")
+    expect_error(command("observe/attention.py", *SMALL, ranks=2), "start it with python")
 
 
 def test_within_documents():
@@ -67,11 +68,11 @@ def test_bytes_by_the_papers_algorithms():
 
 
 def test_out_of_memory_is_a_row_and_a_cross(tmp_path, monkeypatch):
-    done = dict(name="written out", D=64, status="done", forward_ms=1.0, backward_ms=2.0, peak_gb=3.0, facts=FACTS)
+    done = dict(name="written out", D=64, status="done", forward_ms=1.0, backward_ms=2.0, peak_gb=5.0, facts=FACTS)
     failed = dict(name="written out", D=64, T=2048, status="skipped", reason="out of memory", facts=FACTS)
     results = [done | dict(T=512), done | dict(T=1024), failed, failed | dict(T=4096)]
     _, axes = draw(monkeypatch, figures.attention, results, tmp_path / "attention.png")
-    for ax, last in zip(axes, (3.0, 3.0)):
+    for ax, last in zip(axes, (3.0, 5.0)):
         (cross,) = [line for line in ax.lines if line.get_marker() == "x"]
         assert (cross.get_xdata()[0], cross.get_ydata()[0]) == (2048, 2 * last)
     flags = attention.Flags(tokens=4096)

@@ -30,12 +30,8 @@ def test_it_measures_every_collective_and_says_what_a_step_waits_for(command, tm
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("| tiny")]
     steps, machines = rows[:3], rows[3:]
     # 7M parameters; on a CPU a micro-batch is one sequence of 1,024 tokens, so each of two ranks has four of them
-    assert [row[1:4] for row in steps] == [
-        ["ddp", "1", "0.03"],
-        ["zero2", "1", steps[1][3]],
-        ["zero3", "1", steps[2][3]],
-    ]
-    assert 0.03 < float(steps[1][3]) < float(steps[2][3])
+    assert [row[1:3] for row in steps] == [["ddp", "1"], ["zero2", "1"], ["zero3", "1"]]
+    assert float(steps[0][3]) == 0.03 < float(steps[1][3]) < float(steps[2][3])
     for row in steps:
         communication, computation = (float(text.replace(",", "")) for text in row[4:6])
         assert float(row[6][:-1]) == pytest.approx(100 * communication / (communication + computation), abs=0.1)
@@ -81,6 +77,7 @@ def test_one_rank_has_no_links(command):
         (dict(machines=(0,)), "--machines and --network must be above 0"),
         (dict(machines=(1, 2)), "--machines and --network go together"),
         (dict(network=(1.0,)), "--machines and --network go together"),
+        (dict(machines=(1,), network=(1.0,)), "--machines and --network go together"),
         (dict(gpus_per_machine=8), "--gpus_per_machine must be at least 2, and needs --machines"),
         (dict(gpus_per_machine=1, machines=(1,)), "--gpus_per_machine must be at least 2"),
         (dict(machines=(1,)), "--machines needs the device's peak: use --peak_tflops"),

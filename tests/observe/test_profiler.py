@@ -88,6 +88,14 @@ def test_a_profiled_run(train):
     assert "profiler_start" not in output  # Kineto's own log
 
 
+def test_a_run_that_ends_among_the_traced_steps(train):
+    """In a process of its own, since a forked one skips the interpreter's exit, which a running profiler crashes."""
+    wild = ("--profile", 9, "--max_steps", 30, "--lr", 1e30, "--grad_clip", 0, "--max_bad_steps", 7)
+    done = train("x", *wild, drop="--max_steps --lr", fails=True, env=dict(OMP_NUM_THREADS="1"))
+    expect_error(done, "7 steps in a row")
+    assert "the run has ended among the steps of --profile" in done.stdout
+
+
 def test_a_memory_snapshot_is_of_a_gpu():
     gpu = torch.device("cuda")
     profiler.check_steps(Config(memory_snapshot=2, max_steps=7), 0, gpu)

@@ -151,14 +151,13 @@ def test_a_resumed_run_repeats_no_line(tmp_path):
             file.write(torn)
     make_log(tmp_path, folder / "checkpoint_000002", dict(step=2), val_every=3).close(finished=False)
     assert read_steps(folder, "val") == [0, 1, 2] and read_steps(folder, "train") == [0, 1]
-    for training in (dict(step=2, evaluated=True), dict(step=2, evaluated=False), dict(step=2)):
-        log = make_log(tmp_path, folder / "checkpoint_000002", training, val_every=2)
-        assert read_steps(folder, "val") == read_steps(folder, "train") == [0, 1]
-        assert [row["step"] for row in read_rows(folder)] == [0, 0, 1, 1]
-        assert log.val_losses == {0: 3.0, 1: 2.875} and log.first_step == 2
-        log.validation(2, 10000, 1.0, seconds=1.0)
-        assert log.val_losses == {0: 3.0, 1: 2.875, 2: 1.0} and read_steps(folder, "val") == [0, 1, 2]
-        log.close(finished=False)
+    log = make_log(tmp_path, folder / "checkpoint_000002", dict(step=2), val_every=2)
+    assert read_steps(folder, "val") == read_steps(folder, "train") == [0, 1]
+    assert [row["step"] for row in read_rows(folder)] == [0, 0, 1, 1]
+    assert log.val_losses == {0: 3.0, 1: 2.875} and log.first_step == 2
+    log.validation(2, 10000, 1.0, seconds=1.0)
+    assert log.val_losses == {0: 3.0, 1: 2.875, 2: 1.0} and read_steps(folder, "val") == [0, 1, 2]
+    log.close(finished=False)
     assert not list(folder.glob("*.abandoned"))
 
 
@@ -192,6 +191,8 @@ def test_spikes_are_marked(tmp_path, capsys):
     assert lines[-1].endswith(" | spike, 199 standard deviations")
     assert not any("spike" in line for line in lines[:-1])
     assert [row.get("spike") for row in read_rows(tmp_path / "run")] == [None] * 30 + [pytest.approx(199)]
+    train_step(log, 31, math.inf)  # not finite: the line says so
+    assert "spike" not in capsys.readouterr().out
 
 
 def test_a_resumed_run_knows_the_losses_before(tmp_path, capsys):
@@ -295,9 +296,9 @@ def test_a_deleted_folder_that_another_process_makes_is_left_to_it(tmp_path):
     assert read_steps(tmp_path / "run", "train") == [0]
 
 
-@pytest.mark.parametrize("renames", range(7))
+@pytest.mark.parametrize("renames", range(8))
 def test_a_run_that_is_killed_while_it_goes_back_has_a_whole_log(tmp_path, monkeypatch, renames):
-    """It ends before one of the renames: of three checkpoints, config.json and two logs; or after them."""
+    """It ends before one of the renames: of three checkpoints, config.json, flags.yaml and two logs; or after."""
     log, run = make_log(tmp_path), tmp_path / "run"
     for step in range(6):
         (run / f"checkpoint_{step:06d}").mkdir()

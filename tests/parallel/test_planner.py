@@ -283,11 +283,14 @@ def test_the_command_is_one_that_a_run_takes(monkeypatch, capsys):
 @pytest.mark.parametrize(
     "gpus, layout", [(8, "--parallel zero2 --tensor 4 --pipeline 2"), (4, "--parallel zero2 --tensor 4")]
 )
-def test_a_layout_that_is_given_is_planned(monkeypatch, capsys, gpus, layout):
-    """Also where one rank is left to shard over: a run takes it."""
-    monkeypatch.setattr(sys, "argv", ["ladder.py", "--plan", "--gpus", str(gpus), *layout.split()])
-    ladder.main()
-    assert capsys.readouterr().out.splitlines()[-1].endswith(layout)
+def test_a_layout_that_is_given_is_planned(monkeypatch, capsys, tmp_path, gpus, layout):
+    """Also where one rank is left to shard over: a run takes it; and in a file of flags."""
+    words = layout.replace("--", "").split()
+    (tmp_path / "flags.yaml").write_text("".join(f"{n}: {value}\n" for n, value in zip(words[::2], words[1::2])))
+    for given in (layout.split(), ["--config", str(tmp_path / "flags.yaml")]):
+        monkeypatch.setattr(sys, "argv", ["ladder.py", "--plan", "--gpus", str(gpus), *given])
+        ladder.main()
+        assert capsys.readouterr().out.splitlines()[-1].endswith(layout)
 
 
 def test_a_plan_that_is_impossible(monkeypatch):
