@@ -240,13 +240,8 @@ def check_count(folder, progress, flags):
         progress = folder.cut_again(progress, max(tenth, min(MIN_VALIDATION, half)))
     if len(progress["shards"]) < 2:
         folder.delete_shards()
-        hint = (
-            "leave out --shard_size"
-            if flags.shard_size
-            else "raise --max_tokens"
-            if flags.max_tokens
-            else "give more text"
-        )
+        hint = "raise --max_tokens" if flags.max_tokens else "give more text"
+        hint = "leave out --shard_size" if flags.shard_size else hint
         raise UserError(f"only {tokens:,} tokens were read, so the validation shard leaves none to train on: {hint}")
     return progress
 
