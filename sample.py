@@ -203,12 +203,8 @@ def read_prompt(path):
 def main():
     flags = parse(Flags, hints=HINTS)
     count = (1 if flags.stream else 4) if flags.count is None else flags.count
-    if (
-        count < 1
-        or flags.max_new_tokens < 1
-        or not flags.temperature >= 0
-        or flags.top_k < 0
-        or not 0 < flags.top_p <= 1
+    if min(count, flags.max_new_tokens) < 1 or not (
+        flags.temperature >= 0 and flags.top_k >= 0 and 0 < flags.top_p <= 1
     ):
         raise UserError(
             "--count and --max_new_tokens must be at least 1, --temperature and --top_k at least 0, --top_p above 0 "
@@ -223,9 +219,8 @@ def main():
     distributed = process_group.start(flags.device)
     if distributed.world_size > 1:
         raise UserError("sample.py runs in one process: start it with python, not with torchrun")
-    prompt, device = flags.prompt, distributed.device
-    if flags.prompt_file is not None:
-        prompt = read_prompt(flags.prompt_file)
+    device = distributed.device
+    prompt = flags.prompt if flags.prompt_file is None else read_prompt(flags.prompt_file)
     options = dict(temperature=flags.temperature, top_k=flags.top_k, top_p=flags.top_p, graph=device.type == "cuda")
     with out_of_memory("use a smaller --count or model"):
         model = load_model(flags.model).to(device)

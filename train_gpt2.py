@@ -211,8 +211,8 @@ def train(flags, distributed, given_flags):
     if log:  # on rank 0
         print_plan(trainer, notes, start, train_stream, val_stream, hellaswag, log, plan_switches(config))
     checkpointer = Checkpointer(trainer, loader, data, log, start.step)
-    limits = out_of_memory(less_memory(config.micro_batch_size))
-    with limits, hang.watch(checkpointer.folder, distributed), profiler.trace(trainer, log, start.step) as tracer:
+    oom = out_of_memory(less_memory(config.micro_batch_size))
+    with oom, hang.watch(checkpointer.folder, distributed), profiler.trace(trainer, log, start.step) as tracer:
         loop(trainer, loader, val_stream, hellaswag, checkpointer, log, tracer, start)
 
 

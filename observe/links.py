@@ -305,10 +305,8 @@ def machine_table(flags, distributed, steps, measured):
             texts = [step.name, str(step.ranks), f"{network:g}" if network else "", f"{total:,.0f}"]
             texts += [f"{1e3 * tokens / total:,.0f}", f"{alone / step.ranks / total:.0%}"]
             rows.append([*texts, f"{1e3 * tokens / overlapped:,.0f}" if overlap else "–"])
-    text = (
-        f"An estimate of ddp with {flags.total_batch_size:,} tokens a step on machines of {gpus} GPUs, which average "
-    )
-    text += f"gradients at a bus bandwidth of {bus / 1e9:.3g} GB/s. The last column has tokens/sec with "
+    text = f"An estimate of ddp with {flags.total_batch_size:,} tokens a step on machines of {gpus} GPUs, which "
+    text += f"average gradients at a bus bandwidth of {bus / 1e9:.3g} GB/s. The last column has tokens/sec with "
     text += "`--overlap_gradients` where that is faster:"
     return f"\n\n{text}\n\n{markdown_table(MACHINE_COLUMNS, rows)}"
 
