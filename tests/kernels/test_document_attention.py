@@ -7,7 +7,15 @@ from reference import document_attention as attention_by_hand
 from test_model import SIZES, batch, loss_and_gradients, tiny
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from kernels.documents import count_groups, document_attention, find_hidden, find_offsets, move_offsets, padded_count
+from kernels.documents import (
+    NO_BOUNDARIES,
+    count_groups,
+    document_attention,
+    find_hidden,
+    find_offsets,
+    move_offsets,
+    padded_count,
+)
 from model import GPT, GPTConfig, causal_attention
 from optimizations import saved_operators
 from parallel.activation_checkpointing import checkpoint_activations
@@ -76,7 +84,7 @@ def test_positions_run_on_and_a_row_without_boundaries_is_one_document():
     positions = plain.embed(x, torch.arange(24))[:, 12:]  # of the row, not of the document
     with torch.no_grad():
         for block in plain.transformer.h:
-            positions = block(positions)
+            positions = block(positions, None, NO_BOUNDARIES)
         torch.testing.assert_close(masked(x)[:, 12:], plain.head(positions, None, "mean"), rtol=1e-4, atol=1e-5)
 
 
