@@ -89,7 +89,7 @@ def draw(folders, path):
         line("speed", series, "tokens_per_sec", color, rate_scale, first=1, linewidth=0.8)  # the first step compiles
         line("norm", series, "grad_norm", color, linewidth=0.8)
         axes["loss"].plot([], [], color=color, linewidth=1.8, label=name)  # for the legend: some runs never validate
-    if all(facts_of(folder).get("dataset") == FINEWEB_EDU for folder in folders):
+    if all(is_fineweb_edu(facts_of(folder)) for folder in folders):
         figures.mark(axes["loss"], GPT2_VAL_LOSS, f"GPT-2 124M\n{GPT2_VAL_LOSS}")
     if has_hellaswag:
         figures.mark(axes["hellaswag"], GPT2_HELLASWAG, f"GPT-2 124M\n{GPT2_HELLASWAG}")
@@ -111,6 +111,13 @@ def draw(folders, path):
         figure.legend(*handles, loc="outside lower center", ncols=3, frameon=False, fontsize=9)
     figure.suptitle(names[0] if len(runs) == 1 else f"{len(runs)} runs", x=0.01, ha="left", color=figures.INK)
     figure.savefig(path)
+
+
+def is_fineweb_edu(facts):
+    """Whether a run is trained on FineWeb-Edu; facts: its config.json, which older versions wrote without a dataset."""
+    if "dataset" in facts:
+        return facts["dataset"] == FINEWEB_EDU
+    return "edu_fineweb" in Path(facts.get("data_dir", "")).name
 
 
 def draw_own(folder, max_steps):

@@ -119,6 +119,11 @@ def reader_of(folder, files):
     return reader
 
 
+def saved_names(folder, files):
+    """The names of all tensors in a checkpoint's files, to tell the format of an older one."""
+    return reader_of(folder, files).read_metadata().state_dict_metadata.keys()
+
+
 def load(folder, files, targets, optional=()):
     """Copy tensors from a checkpoint's files into targets, {name: tensor or DTensor} on any device.
 

@@ -12,6 +12,8 @@ from model import GPTConfig
 from optim.optimizer import named_state
 from parallel.tensor import order_by_rank
 
+SHARED_STEP = "adamw_steps"  # one step count for all parameters, in checkpoints that older versions wrote
+
 
 @dataclass
 class Start:
@@ -112,16 +114,19 @@ def changed_flags(start, config, world_size, flags):
     return notes
 
 
-def changed_data(start, config, data):
-    """A list with a Note if the data differ from the checkpoint's. data: from open_streams.
+def changed_data(start, config, data, total):
+    """A list with a Note if the data differ from the checkpoint's. data: from open_streams; total: training tokens.
 
     Raises UserError for other data without --allow_other_data.
     """
     if not start.resumed:
         return []
-    before = start.training
-    manifests = before["manifest"], data["manifest"]
-    difference = first_difference(before["shards"], data["shards"])
+    before, loader = start.training, start.training["loader"]
+    difference, manifests = None, (before.get("manifest"), data["manifest"])
+    if "shards" in before:
+        difference = first_difference(before["shards"], data["shards"])
+    elif total != loader["total"]:  # an older version's checkpoint, which lists no shards
+        difference = f"{total} training tokens instead of {loader['total']}"
     if not difference and all(manifests) and manifests[0] != manifests[1]:
         difference = f"{MANIFEST} is not the same"
     if not difference:
@@ -131,7 +136,7 @@ def changed_data(start, config, data):
             f"{start.resumed} was trained on other data than {config.data_dir}: {difference}; continue with the same "
             "data, or add --allow_other_data to continue at the same token position of the new data"
         )
-    reason = f"{difference}; training continues at token {before['loader']['position']:,} of {config.data_dir}"
+    reason = f"{difference}; training continues at token {loader['position']:,} of {config.data_dir}"
     return [Note("allow_other_data", True, reason)]
 
 
@@ -144,13 +149,18 @@ def restore(start, model, optimizer, scaler, loader, distributed):
     loader.restore(start.training["loader"])
     state = named_state(model, optimizer)
     rank = distributed.rank
-    optional = [f"random.{rank}", f"scales.{rank}", "scales.0"]
+    optional = [SHARED_STEP, f"random.{rank}", f"scales.{rank}", "scales.0"]
     files = [name for name in start.training["sha256"] if name.endswith(".safetensors")]
     with load.explained(start.resumed, expected="another checkpoint"):
         if start.training["scaler"] and scaler.is_enabled():
             scaler.load_state_dict(start.training["scaler"])
-        found = pieces.load(start.resumed, files, state, optional)
-        order_by_rank(state.items())
+        shared = SHARED_STEP in pieces.saved_names(start.resumed, files)
+        steps = {name: value for name, value in state.items() if shared and name.startswith("step.")}
+        targets = {name: value for name, value in state.items() if name not in steps}
+        found = pieces.load(start.resumed, files, targets, optional)
+        order_by_rank(targets.items())
+        for step in steps.values():
+            step.copy_(found[SHARED_STEP])
         if f"random.{rank}" in found:
             set_random_state(found[f"random.{rank}"], distributed.device)
     scales, modules = found.get(f"scales.{rank}", found.get("scales.0")), modules_with_scales(model)

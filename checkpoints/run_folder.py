@@ -57,7 +57,7 @@ def facts_of(folder):
 
 
 def flags_file_of(flags):
-    """The flags.yaml of the run that --resume PATH names, or None.
+    """The flags.yaml of the run that --resume PATH names, or None; older versions wrote none.
 
     flags: a command line, {flag: text}. If this command has begun a branch before, it is the branch's flags.yaml.
     """

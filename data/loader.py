@@ -142,7 +142,7 @@ class Loader:
 
     def state(self):
         """The position in the data, as a JSON-serializable dictionary; the same on every rank."""
-        return dict(position=self.position, seed=self.stream.seed, shuffle=self.stream.shuffle)
+        return dict(position=self.position, total=self.stream.total, seed=self.stream.seed, shuffle=self.stream.shuffle)
 
     def restore(self, state):
         """Continue from a state(), also with another micro-batch size or number of ranks. Call before next_batch().

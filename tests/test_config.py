@@ -109,6 +109,7 @@ def test_without_a_compiler_it_runs_uncompiled(monkeypatch):
         ("--hellaswag_limit 0", 1, dict(hellaswag_limit=0)),
         ("--seed -1", 1, dict(seed=-1)),
         ("--lr -1", 1, dict(lr=-1)),
+        ("--peak_tflops 0", 1, dict(peak_tflops=0)),
         ("--peak_tflops inf: it must be above 0 and finite", 1, dict(peak_tflops=float("inf"))),
         ("--lr inf: it must be finite", 1, dict(lr=float("inf"))),
         ("--seed 9223372036854775808", 1, dict(seed=2**63)),

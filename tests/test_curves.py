@@ -68,12 +68,13 @@ def test_without_hellaswag_there_are_three_panels(tmp_path, drawn):
 
 def test_gpt2s_loss_is_drawn_for_its_data_alone(tmp_path, drawn):
     edu, other = dict(dataset="HuggingFaceFW/fineweb-edu"), dict(dataset=None, data_dir="edu_fineweb10B")
-    runs = [write_run(tmp_path / str(i), 3, **facts) for i, facts in enumerate((edu, other, edu))]
-    for folders in (*([run] for run in runs[:2]), [runs[0], runs[2]], runs[:2]):
+    older, demo = dict(data_dir="/data/edu_fineweb10B"), dict(data_dir="demo_data")
+    runs = [write_run(tmp_path / str(i), 3, **facts) for i, facts in enumerate((edu, other, older, demo))]
+    for folders in (*([run] for run in runs), [runs[0], runs[2]], [runs[0], runs[3]]):
         curves.draw(folders, tmp_path / "curves.png")
     marked = [texts(axes["loss"]) for _, axes in drawn]
     line = ["GPT-2 124M\n3.2924"]
-    assert marked == [line, [], line, []]
+    assert marked == [line, [], line, [], line, []]
 
 
 def test_a_run_of_some_length_draws_its_curves(tmp_path, capsys):

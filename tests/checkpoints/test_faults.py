@@ -258,6 +258,18 @@ def test_a_full_disk_leaves_the_checkpoint_before(tmp_path, corpus, train):
     same(again, whole, 7)
 
 
+def test_pieces_on_disks_that_are_not_shared(train, script):
+    """Each rank's relative log_dir is in a folder of its own."""
+    code = script(
+        "import os\nfrom common import cli\nimport train_gpt2\n"
+        'os.makedirs(os.environ["RANK"])\nos.chdir(os.environ["RANK"])\ncli.run(train_gpt2.main)\n'
+    )
+    flags = ("--parallel", "zero3", "--max_steps", 3, "--checkpoint_every", 3)
+    done = train("x", *flags, drop="--max_steps --checkpoint_every", script=code, ranks=2, fails=True)
+    expect_error(done, "step 3 is not saved")
+    assert "all machines must share --log_dir" in done.stdout
+
+
 def test_a_run_whose_folder_is_deleted_goes_on(tmp_path, corpus):
     """And keeps its last checkpoint, with which it can be continued."""
     flags = [*longer(300), "--data_dir", str(corpus), "--run_name", "deleted", *MUON, *map(str, EVERY_3)]

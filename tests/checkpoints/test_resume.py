@@ -3,9 +3,10 @@
 import dataclasses
 import json
 import shutil
+import tarfile
 
 import pytest
-from conftest import expect_error, logged, metrics, write_corpus
+from conftest import ROOT, expect_error, logged, metrics, write_corpus
 
 from checkpoints import resume, run_folder
 from common.cli import UserError
@@ -28,21 +29,21 @@ def test_what_changed_since_the_checkpoint_is_said(tmp_path):
 
 
 def test_other_data_are_recognized(tmp_path):
-    """By the shards' names and sizes, and by the manifest if both sides have one."""
+    """By the shards' names and sizes, and by the manifest if both sides have one; an older checkpoint has the total."""
     for name, sizes in (("one", (50, 200, 300)), ("moved", (50, 200, 300)), ("other", (50, 300, 200))):
         (tmp_path / name).mkdir()
         write_corpus(tmp_path / name, sizes)
 
-    def difference(before, after):
+    def difference(before, after, older=False):
         configs = [Config(data_dir=str(tmp_path / name), total_batch_size=64, seq_len=8) for name in (before, after)]
-        data, own_data = (open_streams(config)[2] for config in configs)
-        training = dict(data, loader=dict(position=64))
+        (stream, _, data), (own_stream, _, own_data) = map(open_streams, configs)
+        training = dict(loader=dict(position=64, total=stream.total)) | ({} if older else data)
         start = resume.Start(tmp_path / "checkpoint_000001", training, None, None)
         allowed = dataclasses.replace(configs[1], allow_other_data=True)
-        notes = resume.changed_data(start, allowed, own_data)
+        notes = resume.changed_data(start, allowed, own_data, own_stream.total)
         if notes:
             with pytest.raises(UserError, match="--allow_other_data"):
-                resume.changed_data(start, configs[1], own_data)
+                resume.changed_data(start, configs[1], own_data, own_stream.total)
         return "".join(map(str, notes))
 
     def manifest(name, source):
@@ -50,7 +51,7 @@ def test_other_data_are_recognized(tmp_path):
         entries = [manifest_entry(path) for path in ShardFolder(tmp_path / name).shard_paths()]
         (tmp_path / name / "shards.json").write_text(json.dumps(dict(source=dict(files=source), shards=entries)))
 
-    assert difference("one", "moved") == ""
+    assert difference("one", "moved") == "" == difference("one", "other", older=True)
     assert "edufineweb_train_000001.npy has 300 tokens instead of 200" in difference("one", "other")
     manifest("one", "the web")
     assert difference("one", "moved") == ""
@@ -60,6 +61,7 @@ def test_other_data_are_recognized(tmp_path):
     assert "shards.json is not the same; training continues at token 64" in difference("one", "moved")
     (tmp_path / "other" / "edufineweb_train_000002.npy").unlink()
     assert "edufineweb_train_000001.npy has" in difference("one", "other")
+    assert "300 training tokens instead of 500" in difference("one", "other", older=True)
     (tmp_path / "one" / "edufineweb_train_000001.npy").unlink()
     (tmp_path / "one" / "shards.json").unlink()
     assert "edufineweb_train_000001.npy is an additional shard" in difference("one", "other")
@@ -79,6 +81,18 @@ def test_other_data_are_refused_unless_allowed(train, tmp_path):
     text = (train("run", *flags, "--data_dir", other, "--allow_other_data", drop=drop) / "output.txt").read_text()
     assert "allow_other_data is on: edufineweb_train_000001.npy has 1000 tokens instead of 2000" in text
     assert "training continues at token 768 of" in text and logged(run) == logged(whole)
+
+
+def test_a_run_of_an_older_version_continues(train, tmp_path):
+    """Its checkpoint has one step count for all of AdamW's parameters."""
+    with tarfile.open(ROOT / "tests" / "checkpoints" / "old_run.tar.xz") as file:
+        file.extractall(tmp_path, filter="data")
+    old = tmp_path / "old_run"
+    model = "--n_layer 1 --n_head 1 --n_embd 2 --seq_len 8 --total_batch_size 64 --max_steps 6 --lr 1e-2 --val_every 3"
+    drop = "--n_layer --n_head --n_embd --seq_len --total_batch_size --max_steps --lr --val_every"
+    run = train("new", *model.split(), "--val_tokens", 64, "--resume", old / "checkpoint_000003", drop=drop)
+    assert logged(run) == pytest.approx(logged(old)[3:], abs=1e-5)
+    assert logged(run, "val") == pytest.approx(logged(old, "val")[1:], abs=1e-4)
 
 
 def test_going_back_sets_the_newer_checkpoints_aside(train):

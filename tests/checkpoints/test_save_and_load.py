@@ -41,6 +41,7 @@ def test_what_is_saved_comes_back(tmp_path):
     random = torch.get_rng_state()
     assert torch.equal(load.load_model(folder)(x), model(x))
     assert torch.equal(torch.get_rng_state(), random)  # no weights are drawn that others replace
+    torch.testing.assert_close(GPT.from_pretrained(folder, flash=False, pad_vocab=False)(x), model(x))
 
 
 def test_a_checkpoint_appears_whole_or_not_at_all(tmp_path, monkeypatch):
@@ -130,7 +131,7 @@ def make_checkpointer(log_dir, **flags):
     model = tiny()
     optimizer, scaler = make_optimizer(model, config), torch.amp.GradScaler("cpu", enabled=False)
     trainer = SimpleNamespace(config=config, distributed=ALONE, model=model, optimizer=optimizer, scaler=scaler)
-    loader = SimpleNamespace(state=lambda: dict(position=0, seed=1, shuffle=True))
+    loader = SimpleNamespace(state=lambda: dict(position=0, total=1, seed=1, shuffle=True))
     log = SimpleNamespace(facts={}, val_losses={}, flush=lambda: None)
     return Checkpointer(trainer, loader, {}, log, 0), log.val_losses
 
@@ -221,7 +222,7 @@ def test_the_state_of_any_optimizer_is_restored(tmp_path, make):
     optimizer.step()
     state = {name: tensor.clone() for name, tensor in named_state(model, optimizer).items()}
     assert any(name.endswith(".transformer.h.0.mlp.c_fc.weight") for name in state)
-    training = dict(step=1, tokens=64, scaler={}, run={}, shards={}, loader=dict(position=64, seed=1, shuffle=True))
+    training = dict(step=1, tokens=64, scaler={}, run={}, loader=dict(position=64, total=1, seed=1, shuffle=True))
     folder = save.write(tmp_path / "checkpoint_000001", model, save.snapshot(model, optimizer, ALONE), training)
     other = make(model.parameters())
     allocate_state(other)
