@@ -30,7 +30,8 @@ class SlowLoader(train_gpt2.Loader):
             while self.batches in (4, 5) and len(list(hang.glob("*_rank_*"))) < 4:
                 time.sleep(0.1)
             if self.batches == 4:
-                time.sleep(2.6)  # rank 0 has printed its line, and does not print it again
+                time.sleep(2.6)  # rank 0 has printed its line, and the same hang is not reported again
+                assert not Path("log/slow/hang.1").exists()
         return super().next_batch()
 train_gpt2.Loader = SlowLoader
 train_gpt2.main()
