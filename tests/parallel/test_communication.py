@@ -89,8 +89,8 @@ def test_time_between_and_beyond_the_measured_sizes():
         (32, 12.5, 1, 30.0, 1, 80, True),
     ],
 )
-def test_the_estimates_of_the_documentation(gpus, network, halved, micro_batch, micro_steps, ms, overlap):
-    """The table of docs/scaling.md, from measured times of a micro-batch and 300 GB/s in a machine of eight GPUs."""
+def test_a_step_on_machines_of_eight_gpus(gpus, network, halved, micro_batch, micro_steps, ms, overlap):
+    """From the times of micro-batches in docs/links.md, and 300 GB/s in a machine."""
     averaging = comm.averaging_ms(498e6 / halved, 8, 300e9, gpus // 8, 1e9 * network)
     wait, overlapped = comm.wait_for_averaging(averaging, micro_batch)
     total = comm.ddp_step_ms(micro_batch, micro_steps, wait, 124e6)
