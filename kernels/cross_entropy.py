@@ -52,20 +52,15 @@ def summed_cross_entropy(
     loss = torch.zeros((), dtype=torch.float32, device=x.device)
     for x_chunk, targets_chunk, dx_chunk in zip(x.chunk(chunks), targets.chunk(chunks), dx.chunk(chunks)):
         logits = x.new_empty(len(x_chunk), len(weight))  # (N / chunks, V_padded)
-        mm(x_chunk, cast_weight.t(), logits)
+        cublaslt.mm(x_chunk, cast_weight.t(), out=logits)
         loss += cross_entropy_(logits, targets_chunk, vocab_size).sum()
-        mm(logits, cast_weight, dx_chunk)  # the logits are their own gradient now
+        cublaslt.mm(logits, cast_weight, out=dx_chunk)  # the logits are their own gradient now
         if x.is_cuda and x.dtype != torch.float32:
             torch.addmm(dweight, logits.t(), x_chunk, out_dtype=torch.float32, out=dweight)
         else:
             dweight.addmm_(logits.t().float(), x_chunk.float())
+        del logits  # the next chunk takes their memory
     return loss, dx, dweight.to(weight.dtype)
-
-
-def mm(a, b, out):
-    """out = a b, by the fastest of cuBLASLt's algorithms where there is one, else by torch.mm."""
-    if not cublaslt.gemm(a, b, out):
-        torch.mm(a, b, out=out)
 
 
 @summed_cross_entropy.register_fake

@@ -69,3 +69,11 @@ def gemm(a, b, out, epilogue=None, bias=None, aux=None, scale_a=None, scale_b=No
     plan.set_pointers(*pointers)
     plan.launch(plan.algorithm, a, b, out, add)
     return True
+
+
+def mm(a, b, bias=None, out=None):
+    """a b + bias by `gemm` where it supports this GEMM, else by PyTorch. As torch.mm and torch.addmm."""
+    out = a.new_empty(len(a), b.size(1)) if out is None else out
+    if not gemm(a, b, out, bias=bias):
+        torch.mm(a, b, out=out) if bias is None else torch.addmm(bias, a, b, out=out)
+    return out
