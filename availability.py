@@ -86,11 +86,20 @@ def triton_and_whole_head(config, distributed):
     return triton(config, distributed)
 
 
+def compiled_cublaslt(config, distributed):
+    """The row before has turned --compile off where it is unavailable."""
+    return cublaslt_gemms(config, distributed) if config.compile else "it needs --compile"
+
+
 def cublaslt_epilogues(config, distributed):
-    if problem := nvidia_gpu(config, distributed):
-        return problem
     if distributed.tensor > 1:
         return "with --tensor a collective follows the MLP's GEMMs"
+    return cublaslt_gemms(config, distributed)
+
+
+def cublaslt_gemms(config, distributed):
+    if problem := nvidia_gpu(config, distributed):
+        return problem
     if config.autocast == "off" or torch.cuda.get_device_capability(distributed.device) < (8, 0):
         return "it needs --autocast bf16 or fp16, and an Ampere GPU or newer"
     return cublaslt.missing()

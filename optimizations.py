@@ -114,6 +114,11 @@ OPTIMIZATIONS = (
         changes="rounding",
     ),
     switch(
+        "tuned_gemms",
+        "GEMMs by the fastest of cuBLASLt's algorithms, which the first step times",
+        needs=availability.compiled_cublaslt,
+    ),
+    switch(
         "fused_cross_entropy",
         "head and cross-entropy for 4,096 tokens at a time, by a Triton kernel",
         needs=availability.triton_and_whole_head,

@@ -30,7 +30,7 @@ from config import Config, defaults, flags_that_matter, refuse_unavailable_flags
 from data import demo
 from data.loader import Loader, open_streams
 from hellaswag import choice_in_training
-from kernels import sdpa
+from kernels import inductor, sdpa
 from model import GPT, GPTConfig
 from observe import hang, profiler
 from observe.evaluation import bits_per_byte, validation_loss
@@ -109,9 +109,9 @@ def build(config, distributed, weights=None, sizes=None):
         tokens = config.micro_batch_size * config.seq_len // config.context
         fp8.convert(model, targets=accumulation_steps(0, config, distributed.data_size) * tokens)
     context.split(model, config, distributed)  # each rank has some tokens of every sequence; in attention some heads
-    # compile: fuses element-wise operations and reductions into one kernel, without Python between kernels. Each shape
-    # has its own graph: one each for training and validation, three for HellaSwag. A Pipeline compiles its stages.
-    forward = torch.compile(model, dynamic=False) if config.compile and config.pipeline == 1 else model
+    # compile: fuses element-wise operations and reductions into one kernel, without Python between kernels.
+    # tuned_gemms: GEMMs by the fastest of cuBLASLt's algorithms. A Pipeline compiles its stages.
+    forward = inductor.compile(model, config) if config.pipeline == 1 else model
     # ddp: each rank has all weights and a share of the batch; the last backward averages gradients over the ranks
     train_forward = wrap_ddp(forward, config, distributed)
     optimizer = make_optimizer(model, config)

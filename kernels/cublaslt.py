@@ -3,7 +3,7 @@
 - GELU and its gradient in a GEMM's epilogue, while the result is still in registers (kernels/mlp.py).
 - The choice of the algorithm: the first call with new shapes times the algorithms that cuBLASLt proposes and keeps the
   fastest that gives the same bits as the first that runs: another choice, on another rank or after a restart, changes
-  no result. The choice makes a step with --fp8 1.5% faster, in bf16 up to 1%.
+  no result. kernels/tuned_gemms.py calls it for the GEMMs of compiled graphs.
 
 kernels/gemm_plan.py makes the calls, through nvmath-python.
 """
@@ -22,6 +22,8 @@ TYPES = {
     torch.float8_e4m3fn: "CUDA_R_8F_E4M3",
 }
 ALIGNMENT = 256  # bytes that cuBLASLt's heuristic assumes for every pointer
+# A changed summation order shows in about 2 of 10,000 bf16 results; smaller outputs may show no difference.
+MIN_TUNED_SIZE = 1 << 20
 
 
 @functools.cache
@@ -51,10 +53,10 @@ def gemm(a, b, out, epilogue=None, bias=None, aux=None, scale_a=None, scale_b=No
     derivative of gelu at aux, and takes no bias. aux (N, M) 16 bits; gelu is the tanh form.
     fast_accumulation: sum float8 products in fewer bits, at a higher rate. add: add the result to out.
     False means that nothing is computed: `missing` has a reason, a tensor is not on a GPU, not aligned or of another
-    dtype, or cuBLASLt has no algorithm. Raises cuBLASLtError for an error of cuBLASLt.
+    dtype or layout, or cuBLASLt has no algorithm. Raises cuBLASLtError for an error of cuBLASLt.
     """
     tensors = [x for x in (a, b, out, bias, aux) if x is not None]
-    fits = all(x.is_cuda and x.data_ptr() % ALIGNMENT == 0 and x.dtype in TYPES for x in tensors)
+    fits = all(x.is_cuda and x.data_ptr() % ALIGNMENT == 0 and x.dtype in TYPES and 1 in x.stride() for x in tensors)
     if not fits or a.dtype == torch.float32 or missing():
         return False
     pointers = bias, aux, scale_a, scale_b

@@ -19,7 +19,7 @@ import torch
 
 from observe.measure import SETTLING_STEPS
 from parallel.fsdp import local
-from parallel.memory import LOGIT_ROWS
+from parallel.memory import FP8_LOGIT_ROWS, LOGIT_ROWS
 
 # The step, from 0, that is recorded: compilation is over, and no step is measured or traced yet
 RECORDED_STEP = SETTLING_STEPS - 2
@@ -83,7 +83,7 @@ class MemoryRecorder:
         config, columns = self._config, self._model.config.vocab_size // self._config.tensor
         rows = config.micro_batch_size * config.seq_len // config.context
         if config.fp8_head:
-            rows = min(rows, LOGIT_ROWS)  # its chunks are full, but for the last
+            rows = min(rows, FP8_LOGIT_ROWS)  # its chunks are full, but for the last
         elif config.fused_cross_entropy:
             rows = -(-rows // -(-rows // LOGIT_ROWS))  # its chunks have equal numbers of rows
         widths = (1, 2, 4) if config.fp8_head else (2, 4)

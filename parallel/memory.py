@@ -17,7 +17,7 @@ LARGEST_MICRO_BATCH = 128  # sequences; with 128 a step of 124M is 1.03 x as fas
 LARGEST_IN_WARMUP = 64  # with batch_warmup_steps, which starts with one micro-batch on each rank
 USABLE = 0.85  # of free memory, while activations come and go; the rest is for fragments, cuBLAS and NCCL
 USABLE_WITHOUT_ACTIVATIONS = 0.95
-LOGIT_ROWS = 4096  # of fused_cross_entropy, whose file needs Triton
+LOGIT_ROWS, FP8_LOGIT_ROWS = 4096, 8192  # of kernels/cross_entropy.py and kernels/fp8_head.py, which need Triton
 
 # Peak bytes of forward and backward: (per layer, token and unit of width), (the head, per token and vocabulary
 # entry), (attention without flash, per score in each layer). Fitted to peaks of GPT-2 124M on an H200, PyTorch 2.11.
@@ -143,10 +143,11 @@ def step_memory(config, distributed):
         buffers = 2 * width * config.n_embd * config.stages_per_rank * config.total_batch_size
         activations += buffers / distributed.data_size / sequence_parts(config)
     if config.fused_cross_entropy:
-        # LOGIT_ROWS rows of logits, the embedding table in their dtype, and its float32 gradient
-        logits += VOCAB_SIZE * (compute_bytes(config) * (LOGIT_ROWS + config.n_embd) + 4 * config.n_embd)
+        # some rows of logits, the embedding table in their dtype, and its float32 gradient
+        rows = FP8_LOGIT_ROWS if config.fp8_head else LOGIT_ROWS
+        logits += VOCAB_SIZE * (compute_bytes(config) * (rows + config.n_embd) + 4 * config.n_embd)
         if config.fp8_head:  # softmax and the table in float8, each in two layouts
-            logits += 2 * VOCAB_SIZE * (LOGIT_ROWS + config.n_embd)
+            logits += 2 * VOCAB_SIZE * (rows + config.n_embd)
     in_backward = peak = weights + gradients + states + activations + logits
     accumulates = accumulation_steps(config.batch_warmup_steps, config, distributed.data_size) > 1
     if not accumulates and (is_sharded(config) or distributed.world_size == 1):

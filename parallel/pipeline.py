@@ -26,6 +26,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from common.cli import UserError
 from data.tokenizer import VOCAB_SIZE
+from kernels import inductor
 from model import GPT
 from optim.schedules import accumulation_steps
 from parallel import fsdp, tensor
@@ -143,7 +144,7 @@ class Stage(nn.Module):
         self.others = nn.ModuleList([parts.wte, parts.wpe] * first + [parts.wte, parts.ln_f] * last)
         self.embed, self.head, self.find_documents = model.embed, model.head, model.find_documents
         self.autocast, self.micro_batches = model.autocast, None
-        self.compiled = torch.compile(self.compute, dynamic=False) if model.flags.compile else self.compute
+        self.compiled = inductor.compile(self.compute, model.flags)
         # torch.compile keeps 8 graphs of one function; evaluations need four for each stage
         self.compile_evaluations = model.flags.stages_per_rank == 1
 

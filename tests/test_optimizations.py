@@ -43,6 +43,7 @@ CASES = {
     "accumulation": (1e-5, dict(micro_batch_size=1), dict(micro_batch_size=4)),
     "micro_batch": (1e-5, dict(micro_batch_size=4), dict(micro_batch_size=1)),
     "bf16_residual": (2e-3, dict(bf16_residual=True), HALF),
+    "tuned_gemms": (1e-3, dict(tuned_gemms=True), HALF | dict(compile=True)),
     "fused_cross_entropy": (1e-5, dict(fused_cross_entropy=True), {}),
     "fused_gelu": (1e-3, dict(fused_gelu=True), HALF),
     "packed_qkv": (1e-3, dict(packed_qkv=True), HALF | dict(flash=True)),

@@ -1,0 +1,15 @@
+"""torch.compile with the compiler's options of this project."""
+
+import torch
+
+
+def compile(function, config):
+    """torch.compile's version of a function or module; without --compile the function itself."""
+    if not config.compile:
+        return function
+    options = {}
+    if config.tuned_gemms:
+        from kernels.tuned_gemms import TuneGemms  # imports the compiler, seconds
+
+        options["post_grad_custom_post_pass"] = TuneGemms()
+    return torch.compile(function, dynamic=False, options=options)  # each shape has its own graph

@@ -1,0 +1,44 @@
+"""The pass that replaces GEMMs in compiled graphs."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from kernels import cublaslt, inductor
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+N, K, M = 2048, 512, 2048
+
+
+def losses_and_gradients(function, dtype):
+    torch.manual_seed(0)
+    x, w, v = (torch.randn(*shape, device=DEVICE).to(dtype).requires_grad_() for shape in ((N, K), (M, K), (8, M)))
+    bias = torch.randn(M, device=DEVICE).to(dtype).requires_grad_()
+    loss = function(x, w, bias, v)
+    loss.backward()
+    return [loss.float().detach(), *(each.grad.float() for each in (x, w, bias, v))]
+
+
+def two_layers(x, w, bias, v):
+    return F.linear(F.linear(x, w, bias).sin(), v).float().square().mean()
+
+
+@pytest.mark.parametrize("dtype, replaced", [(torch.bfloat16, 4), (torch.float32, 0)])
+def test_large_gemms_in_16_bits_are_replaced_in_forward_and_backward(dtype, replaced, monkeypatch):
+    calls, real = [], cublaslt.mm
+    monkeypatch.setattr(cublaslt, "mm", lambda a, b, *rest: calls.append((*a.shape, b.size(1))) or real(a, b, *rest))
+    flags = SimpleNamespace(compile=True, tuned_gemms=True)
+    results = losses_and_gradients(inductor.compile(two_layers, flags), dtype)
+    # forward, the gradients of x, w and the hidden layer; the second layer's other results are smaller
+    assert sorted(calls) == sorted([(N, K, M), (N, M, K), (M, N, K), (N, 8, M)][:replaced])
+    for one, other in zip(results, losses_and_gradients(two_layers, dtype)):
+        assert (one - other).norm() < 1e-2 * other.norm()
+
+
+def test_without_the_flags_nothing_is_replaced(monkeypatch):
+    monkeypatch.setattr(cublaslt, "mm", lambda *_: pytest.fail("replaced"))
+    off = SimpleNamespace(compile=False, tuned_gemms=True)
+    assert inductor.compile(two_layers, off) is two_layers
+    losses_and_gradients(inductor.compile(two_layers, SimpleNamespace(compile=True, tuned_gemms=False)), torch.bfloat16)
