@@ -87,8 +87,7 @@ def triton_and_whole_head(config, distributed):
 
 
 def compiled_cublaslt(config, distributed):
-    """The row before has turned --compile off where it is unavailable."""
-    return cublaslt_gemms(config, distributed) if config.compile else "it needs --compile"
+    return cublaslt_gemms(config, distributed) or (None if config.compile else "it needs --compile")
 
 
 def cublaslt_epilogues(config, distributed):

@@ -274,7 +274,7 @@ class GPT(nn.Module):
         if at is not None:
             x = x.flatten(0, 1)[at]  # (N, C)
         x = self.transformer.ln_f(x)
-        # fused_cross_entropy: logits exist for 4,096 tokens at a time; one kernel computes their loss and replaces them
+        # fused_cross_entropy: logits exist for some tokens at a time; one kernel computes their loss and replaces them
         # by their gradient
         if self.config.fused_cross_entropy and targets is not None and reduction == "mean":
             from kernels.cross_entropy import fused_cross_entropy  # needs Triton

@@ -115,7 +115,7 @@ OPTIMIZATIONS = (
     ),
     switch(
         "tuned_gemms",
-        "GEMMs by the fastest of cuBLASLt's algorithms",
+        "compiled graphs' GEMMs by the fastest of cuBLASLt's algorithms",
         needs=availability.compiled_cublaslt,
     ),
     switch(

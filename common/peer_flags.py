@@ -12,7 +12,7 @@ HINTS = {
     "packed_attention": "it is called --packed_qkv",
     "fused_loss": "it is called --fused_cross_entropy",
     "val_steps": "use --val_tokens, val_steps × total_batch_size",
-    "autotune": "there is no such flag: cuBLASLt's algorithms are always timed",
+    "autotune": "use --tuned_gemms",
     # commands of their own
     "links": "run python -m observe.links, with torchrun",
     "kernel": "run python -m observe.kernels",

@@ -64,8 +64,11 @@ def gemm(a, b, out, epilogue=None, bias=None, aux=None, scale_a=None, scale_b=No
     if key not in plans:
         from kernels.gemm_plan import Plan  # needs nvmath-python
 
-        plans[key] = Plan(a, b, torch.empty_like(out) if add else out, epilogue, fast_accumulation, pointers)
-    plan = plans[key]
+        plan = Plan(a, b, torch.empty_like(out) if add else out, epilogue, fast_accumulation, pointers)
+        if plan.is_final:
+            plans[key] = plan
+    else:
+        plan = plans[key]
     if plan.algorithm is None:
         return False
     plan.set_pointers(*pointers)

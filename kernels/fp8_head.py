@@ -56,6 +56,7 @@ def summed_cross_entropy(
         losses.append(losses_chunk)
         gemm(softmax8, weight8_t, softmax_scale, weight_scale, dx_chunk)
         gemm(softmax8_t, x8_t, softmax_scale, x_scale, dweight, add=True)
+        del logits, softmax8, softmax8_t  # the next chunk takes their memory
     losses = torch.cat(losses)
     targets = targets.where(targets != IGNORE_INDEX.value, 0)  # without a target the loss is 0, and so is its entry
     entry = torch.expm1(-losses)[:, None]  # p - 1

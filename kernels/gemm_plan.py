@@ -61,8 +61,9 @@ def create_layout(x):
 class Plan:
     """The layouts, the descriptor and the algorithm for out = a b with given shapes, strides, dtypes and epilogue.
 
-    algorithm is None where cuBLASLt has none. The arguments are those of `gemm`; `pointers` is (bias, aux, scale_a,
-    scale_b).
+    algorithm is None where cuBLASLt has none. is_final is False where the results were not finite, as in fp16 while the
+    loss scale is too large: nothing could be compared, and the next call should choose again. The arguments are those
+    of `gemm`; `pointers` is (bias, aux, scale_a, scale_b).
     """
 
     def __init__(self, a, b, out, epilogue, fast_accumulation, pointers):
@@ -79,6 +80,7 @@ class Plan:
         if bias is not None:  # a bias of zeros, as at the start of training, hides how an algorithm rounds the sum
             bias = torch.linspace(-1, 1, len(bias), dtype=bias.dtype, device=bias.device)
         self.set_pointers(bias, *others)
+        self.is_final = True
         self.algorithm = self.choose(a, b, out)
 
     def set(self, name, value):
@@ -123,7 +125,10 @@ class Plan:
         """The fastest of the proposals that give the same bits as the first that runs. None where none runs."""
         runnable = (each for each in self.proposals(out.device) if self.runs(each, a, b, out))
         first = next(runnable, None)
-        if first is None or out.numel() < MIN_TUNED_SIZE or not out.isfinite().all():
+        if first is None or out.numel() < MIN_TUNED_SIZE:
+            return first
+        if not torch.stack(out.aminmax()).isfinite().all():  # out.isfinite() would make temporary tensors
+            self.is_final = False
             return first
         expected = out.clone()
         # `runnable` is lazy: when it yields an algorithm, `out` holds the result of that algorithm

@@ -1,9 +1,9 @@
 """--tuned_gemms: the GEMMs of compiled graphs by the fastest of cuBLASLt's algorithms.
 
-torch.compile leaves GEMMs to cuBLAS, which runs the algorithm that its heuristic ranks first. kernels/cublaslt.py times
-all that the heuristic proposes. A pass over each graph that torch.compile has traced, of forward and of backward,
-replaces aten.mm and aten.addmm by an operator that calls it. So the model and autograd do not know of it, and --tensor
-and activation checkpointing work as without it.
+torch.compile leaves GEMMs to cuBLAS, which runs the algorithm that the heuristic of cuBLAS ranks first.
+kernels/cublaslt.py times all that the heuristic proposes. A pass over each graph that torch.compile has traced, of
+forward and of backward, replaces aten.mm and aten.addmm by gpt2::gemm, which calls cublaslt.mm. The pass runs after
+autograd, activation checkpointing and --tensor have made the graphs, so none of them changes.
 
 Passes are documented in PyTorch's torch/_inductor/custom_graph_pass.py.
 """
@@ -26,7 +26,7 @@ def gemm(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None) -> 
 
 @gemm.register_fake
 def _(a, b, bias=None):
-    return a.new_empty(len(a), b.size(1))
+    return a.new_empty(a.size(0), b.size(1))
 
 
 class TuneGemms(CustomGraphPass):
@@ -38,14 +38,17 @@ class TuneGemms(CustomGraphPass):
                 *biases, a, b = node.args
             else:
                 continue
-            if is_tunable(node.meta["val"]) and all(bias.meta["val"].dim() == 1 for bias in biases):
+            out = node.meta["val"]
+            if is_tunable(out) and all(bias.meta["val"].shape == out.shape[1:] for bias in biases):
                 node.target, node.args = torch.ops.gpt2.gemm.default, (a, b, *biases)
 
     def uuid(self):
         """A key for torch.compile's cache."""
-        return get_hash_for_files((__file__,))
+        return get_hash_for_files((__file__,)), cublaslt.MIN_TUNED_SIZE, MAX_TUNED_SIZE
 
 
 def is_tunable(out):
-    in_half = out.dtype in (torch.bfloat16, torch.float16)
-    return in_half and cublaslt.MIN_TUNED_SIZE <= out.numel() <= MAX_TUNED_SIZE
+    size = out.numel()
+    if out.dtype not in (torch.bfloat16, torch.float16) or not isinstance(size, int):  # a SymInt: a dynamic shape
+        return False
+    return cublaslt.MIN_TUNED_SIZE <= size <= MAX_TUNED_SIZE

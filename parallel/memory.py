@@ -143,7 +143,7 @@ def step_memory(config, distributed):
         buffers = 2 * width * config.n_embd * config.stages_per_rank * config.total_batch_size
         activations += buffers / distributed.data_size / sequence_parts(config)
     if config.fused_cross_entropy:
-        # some rows of logits, the embedding table in their dtype, and its float32 gradient
+        # the rows of one chunk of logits, the embedding table in their dtype, and its float32 gradient
         rows = FP8_LOGIT_ROWS if config.fp8_head else LOGIT_ROWS
         logits += VOCAB_SIZE * (compute_bytes(config) * (rows + config.n_embd) + 4 * config.n_embd)
         if config.fp8_head:  # softmax and the table in float8, each in two layouts

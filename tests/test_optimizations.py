@@ -11,7 +11,7 @@ from conftest import ROOT, logged, skip_without_flash4
 
 import availability
 from config import Config
-from kernels import sdpa
+from kernels import cublaslt, sdpa
 from model import GPTConfig
 from optimizations import OPTIMIZATIONS, RUNGS, SWITCHES, readme_table, turn_off_unavailable
 from parallel.process_group import Distributed
@@ -84,7 +84,7 @@ def losses(**flags):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_on_against_off(name):
+def test_on_against_off(name, monkeypatch):
     tolerance, on, both = CASES[name]
     if name in NEEDS_A_GPU and DEVICE.type == "cpu":
         pytest.skip("needs an NVIDIA GPU")
@@ -93,10 +93,28 @@ def test_on_against_off(name):
     if name == "flash4_backward":
         skip_without_flash4()
     on = both | on
+    calls = count_tuned_gemms(monkeypatch) if name == "tuned_gemms" else None
     if DEVICE.type == "cuda":
         wanted = replace(PLAIN, **on)
         assert turn_off_unavailable(wanted, ALONE)[0] == wanted
     assert losses(**on) == pytest.approx(losses(**both), rel=tolerance)
+    assert calls is None or calls
+
+
+@pytest.mark.parametrize("checkpointing", ["full", "selective"])
+def test_tuned_gemms_with_activation_checkpointing(checkpointing, monkeypatch):
+    calls = count_tuned_gemms(monkeypatch)
+    flags = HALF | dict(compile=True, activation_checkpointing=checkpointing)
+    assert losses(tuned_gemms=True, **flags) == pytest.approx(losses(**flags), rel=1e-3)
+    assert calls
+
+
+def count_tuned_gemms(monkeypatch):
+    """Let --tuned_gemms replace GEMMs of any size: a list that gets an item for each call."""
+    calls, real = [], cublaslt.mm
+    monkeypatch.setattr(cublaslt, "MIN_TUNED_SIZE", 1)
+    monkeypatch.setattr(cublaslt, "mm", lambda *arguments: calls.append(1) or real(*arguments))
+    return calls
 
 
 @pytest.mark.parametrize("name", TWO_RANKS)
@@ -142,7 +160,7 @@ def test_the_readme_has_the_table():
         (
             "cpu",
             {},
-            dict.fromkeys(("tf32", "fused_gelu", "packed_qkv"), "this is cpu, not an NVIDIA GPU"),
+            dict.fromkeys(("tf32", "tuned_gemms", "fused_gelu", "packed_qkv"), "this is cpu, not an NVIDIA GPU"),
         ),
         ("cpu", dict(autocast="off"), dict(bf16_residual="--autocast bf16")),
         ("mps", {}, dict(compile="not ready for Apple GPUs", fused_cross_entropy="this is mps, not an NVIDIA GPU")),
@@ -189,6 +207,27 @@ def test_where_flash_attention_4_is_available(monkeypatch, name, capability, fla
     config, notes = turn_off_unavailable(Config(**flags), Distributed(0, 1, torch.device("cuda")))
     assert config.flash4_backward == (reason is None)
     assert reason is None or reason in next(note.reason for note in notes if note.flag == "flash4_backward")
+
+
+@pytest.mark.parametrize(
+    "capability, flags, reason",
+    [
+        ((8, 0), {}, None),
+        ((9, 0), dict(autocast="fp16", tensor=2), None),
+        ((7, 5), {}, "an Ampere GPU or newer"),
+        ((9, 0), dict(autocast="off"), "it needs --autocast bf16 or fp16"),
+        ((9, 0), dict(compile=False), "it needs --compile"),
+    ],
+)
+def test_where_tuned_gemms_are_available(monkeypatch, capability, flags, reason):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "some GPU")
+    monkeypatch.setattr(availability.cublaslt, "missing", lambda: None)
+    monkeypatch.setattr(sdpa, "missing", lambda *_: None)
+    distributed = Distributed(0, 2, torch.device("cuda"), tensor=flags.get("tensor", 1))
+    config, notes = turn_off_unavailable(Config(**flags), distributed)
+    assert config.tuned_gemms == (reason is None)
+    assert reason is None or reason in next(note.reason for note in notes if note.flag == "tuned_gemms")
 
 
 @pytest.mark.parametrize(

@@ -37,6 +37,28 @@ def test_large_gemms_in_16_bits_are_replaced_in_forward_and_backward(dtype, repl
         assert (one - other).norm() < 1e-2 * other.norm()
 
 
+def replaced(function, *tensors, monkeypatch):
+    """How many GEMMs of a compiled function are replaced. Its result is compared with the function's own."""
+    calls, real = [], cublaslt.mm
+    monkeypatch.setattr(cublaslt, "mm", lambda *arguments: calls.append(1) or real(*arguments))
+    with torch.no_grad():
+        result = inductor.compile(function, SimpleNamespace(compile=True, tuned_gemms=True))(*tensors)
+        torch.testing.assert_close(result.float(), function(*tensors).float(), rtol=2e-2, atol=1e-1)
+    return len(calls)
+
+
+@pytest.mark.parametrize("shape, count", [((M,), 1), ((1,), 0), ((1, M), 0)])
+def test_only_a_bias_of_one_row_is_added_by_cublaslt(shape, count, monkeypatch):
+    x, w, bias = (torch.randn(*sizes, device=DEVICE).bfloat16() for sizes in ((N, K), (K, M), shape))
+    assert replaced(torch.addmm, bias, x, w, monkeypatch=monkeypatch) == count
+
+
+def test_a_gemm_of_dynamic_size_is_left(monkeypatch):
+    x, w = torch.randn(N, K, device=DEVICE).bfloat16(), torch.randn(K, M, device=DEVICE).bfloat16()
+    torch._dynamo.mark_dynamic(x, 0)  # raises if compilation makes the size static
+    assert replaced(torch.mm, x, w, monkeypatch=monkeypatch) == 0
+
+
 def test_without_the_flags_nothing_is_replaced(monkeypatch):
     monkeypatch.setattr(cublaslt, "mm", lambda *_: pytest.fail("replaced"))
     off = SimpleNamespace(compile=False, tuned_gemms=True)

@@ -7,6 +7,7 @@ from config import Config
 from model import GPT, GPTConfig
 from observe.step_memory import RECORDED_STEP, MemoryRecorder, describe_memory, parts_at_peak
 from optim.optimizer import make_optimizer
+from parallel.memory import FP8_LOGIT_ROWS, LOGIT_ROWS
 from parallel.process_group import Distributed
 from train_gpt2 import build, train_step
 
@@ -65,7 +66,15 @@ def test_logits_are_known_by_their_size():
     assert is_logits(12288 * 50304 * 2, **whole) and is_logits(12288 * 50257 * 4, **whole)
     assert not is_logits(12288 * 3072 * 4, **whole) and not is_logits(50304 * 768 * 4, **whole)
     assert is_logits(4096 * 50304 * 2) and not is_logits(12288 * 50304 * 2)  # three chunks
+    assert is_logits(8192 * 50304, fp8_head=True) and not is_logits(4096 * 50304, fp8_head=True)
     assert is_logits(12288 * 25152 * 4, tensor=2, **whole) and is_logits(3072 * 50304 * 2, context=4)
+
+
+def test_the_rows_of_logits_are_those_of_the_kernels():
+    pytest.importorskip("triton", reason="needs Triton")
+    from kernels import cross_entropy, fp8_head
+
+    assert (LOGIT_ROWS, FP8_LOGIT_ROWS) == (cross_entropy.LOGIT_ROWS, fp8_head.LOGIT_ROWS)
 
 
 def test_what_is_held_before_a_step():
