@@ -11,7 +11,7 @@ from conftest import ROOT, logged, skip_without_flash4
 
 import availability
 from config import Config
-from kernels import cublaslt, sdpa
+from kernels import cublaslt, sdpa, tuned_gemms
 from model import GPTConfig
 from optimizations import OPTIMIZATIONS, RUNGS, SWITCHES, readme_table, turn_off_unavailable
 from parallel.process_group import Distributed
@@ -113,6 +113,7 @@ def count_tuned_gemms(monkeypatch):
     """Let --tuned_gemms replace GEMMs of any size: a list that gets an item for each call."""
     calls, real = [], cublaslt.mm
     monkeypatch.setattr(cublaslt, "MIN_TUNED_SIZE", 1)
+    monkeypatch.setattr(tuned_gemms, "MIN_FLOPS", 1)
     monkeypatch.setattr(cublaslt, "mm", lambda *arguments: calls.append(1) or real(*arguments))
     return calls
 

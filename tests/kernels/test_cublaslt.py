@@ -88,6 +88,16 @@ def test_gelu_epilogues():
     assert error(out, expected) < 3e-3
 
 
+@needs_gpu
+def test_a_choice_among_results_that_overflow_is_not_kept(monkeypatch):
+    monkeypatch.setattr(cublaslt, "plans", {})
+    a, b = normal(1024, 64, dtype=torch.float16), normal(64, 1024, dtype=torch.float16)
+    out = a.new_empty(1024, 1024)
+    assert cublaslt.gemm(1e4 * a, 1e4 * b, out) and not out.isfinite().all() and not cublaslt.plans
+    assert cublaslt.gemm(a, b, out) and len(cublaslt.plans) == 1
+    assert error(out, a.double() @ b.double()) < 5e-4
+
+
 @needs_hopper
 @pytest.mark.parametrize("fast_accumulation, tolerance", [(True, 2e-2), (False, 3e-3)])
 def test_float8(fast_accumulation, tolerance):

@@ -6,10 +6,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from kernels import cublaslt, inductor
+from kernels import cublaslt, inductor, tuned_gemms
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 N, K, M = 2048, 512, 2048
+
+
+@pytest.fixture(autouse=True)
+def replace_gemms_that_a_cpu_computes_quickly(monkeypatch):
+    monkeypatch.setattr(tuned_gemms, "MIN_FLOPS", 1)
 
 
 def losses_and_gradients(function, dtype):
@@ -56,6 +61,12 @@ def test_only_a_bias_of_one_row_is_added_by_cublaslt(shape, count, monkeypatch):
 def test_a_gemm_of_dynamic_size_is_left(monkeypatch):
     x, w = torch.randn(N, K, device=DEVICE).bfloat16(), torch.randn(K, M, device=DEVICE).bfloat16()
     torch._dynamo.mark_dynamic(x, 0)  # raises if compilation makes the size static
+    assert replaced(torch.mm, x, w, monkeypatch=monkeypatch) == 0
+
+
+def test_short_gemms_are_left(monkeypatch):
+    monkeypatch.setattr(tuned_gemms, "MIN_FLOPS", 2 * N * K * M + 1)
+    x, w = torch.randn(N, K, device=DEVICE).bfloat16(), torch.randn(K, M, device=DEVICE).bfloat16()
     assert replaced(torch.mm, x, w, monkeypatch=monkeypatch) == 0
 
 
