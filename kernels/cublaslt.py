@@ -61,14 +61,13 @@ def gemm(a, b, out, epilogue=None, bias=None, aux=None, scale_a=None, scale_b=No
         return False
     pointers = bias, aux, scale_a, scale_b
     key = a.device, epilogue, bias is None, fast_accumulation, *((x.dtype, x.shape, x.stride()) for x in (a, b, out))
-    if key not in plans:
+    plan = plans.get(key)
+    if plan is None:
         from kernels.gemm_plan import Plan  # needs nvmath-python
 
         plan = Plan(a, b, torch.empty_like(out) if add else out, epilogue, fast_accumulation, pointers)
         if plan.is_final:
             plans[key] = plan
-    else:
-        plan = plans[key]
     if plan.algorithm is None:
         return False
     plan.set_pointers(*pointers)
