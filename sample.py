@@ -216,10 +216,7 @@ def main():
         raise UserError(f"--stream prints one text, --count is {count}: leave one of them out")
     if flags.prompt_file is not None and flags.prompt != PROMPT:
         raise UserError("--prompt and --prompt_file exclude each other: leave one of them out")
-    distributed = process_group.start(flags.device)
-    if distributed.world_size > 1:
-        raise UserError("sample.py runs in one process: start it with python, not with torchrun")
-    device = distributed.device
+    device = process_group.start_alone(flags.device, "sample.py runs in one process")
     prompt = flags.prompt if flags.prompt_file is None else read_prompt(flags.prompt_file)
     options = dict(temperature=flags.temperature, top_k=flags.top_k, top_p=flags.top_p, graph=device.type == "cuda")
     with out_of_memory("use a smaller --count or model"):

@@ -29,7 +29,8 @@ from observe import figures, roofline
 from observe.hardware import environment, peak_flops
 from observe.measure import OUT_OF_MEMORY, prepare, save
 from observe.tables import align, markdown_table
-from observe.timing import TimingFlags, dtype_of_activations, forward_and_backward, only_device
+from observe.timing import TimingFlags, dtype_of_activations, forward_and_backward
+from parallel.process_group import start_alone
 
 LENGTHS = tuple(512 * 2**i for i in range(7))
 # Backends of F.scaled_dot_product_attention. PyTorch's own FlashAttention is version 2. Besides these: packed_qkv,
@@ -60,7 +61,7 @@ class Flags(TimingFlags):
 
 def main():
     flags = parse(Flags)
-    device = only_device(flags.device)
+    device = start_alone(flags.device, "this times one device")
     if flags.tokens is None:
         flags.tokens = 65536 if device.type == "cuda" else 1024
     flags.lengths = tuple(sorted(flags.lengths)) or tuple(T for T in LENGTHS if T <= flags.tokens)

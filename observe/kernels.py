@@ -27,7 +27,8 @@ from observe.hardware import environment
 from observe.measure import OUT_OF_MEMORY, prepare, save
 from observe.roofline import memory_bandwidth
 from observe.tables import align, markdown_table
-from observe.timing import TimingFlags, dtype_of_activations, forward_and_backward, only_device
+from observe.timing import TimingFlags, dtype_of_activations, forward_and_backward
+from parallel.process_group import start_alone
 
 COLUMNS = ("operation", "level", "forward ms", "backward ms", "GB/s", "of bandwidth", "× eager", "peak GB")
 COLUMN_WIDTHS = (14, 13, 10, 11, 8, 12, 8, 8)
@@ -59,7 +60,7 @@ class Flags(TimingFlags):
 
 def main():
     flags = parse(Flags)
-    device = only_device(flags.device)
+    device = start_alone(flags.device, "this times one device")
     if flags.tokens is None:
         flags.tokens = 65536 if device.type == "cuda" else 1024
     if min(flags.tokens, flags.n_embd, flags.vocab_size, flags.repeats) < 1:

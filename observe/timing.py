@@ -8,10 +8,6 @@ from typing import Literal
 
 import torch
 
-from common.cli import UserError
-from parallel import process_group
-from parallel.rendezvous import launched
-
 WARM_UP = 3  # runs that are not measured
 LONGEST = 2.0  # seconds after which no further run is started
 BUSY = 2_000_000  # clock cycles, 1 ms: the GPU waits until the host has launched a kernel, so that Python is not timed
@@ -32,13 +28,6 @@ class TimingFlags:
     """Folder in which the results' folder is made."""
     run_name: str | None = None
     """Name of the results' folder; by default the command's, with date and time."""
-
-
-def only_device(choice):
-    """The device that --device chooses. Raises UserError for several ranks, which would time it once each."""
-    if launched()[1] > 1:
-        raise UserError("this times one device: start it with python, not with torchrun")
-    return process_group.start(choice).device
 
 
 def dtype_of_activations(device):

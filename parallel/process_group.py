@@ -132,6 +132,13 @@ class Distributed:
         return result
 
 
+def start_alone(device_type, reason):
+    """The device of a command of one process. Raises UserError with the reason if torchrun has started several."""
+    if launched()[1] > 1:
+        raise UserError(f"{reason}: start it with python, not with torchrun")
+    return start(device_type).device
+
+
 def start(device_type, tensor=1, context=1, pipeline=1, patience=PATIENCE):
     """Join the process group that torchrun describes, if it started this process, and choose this rank's device.
 

@@ -111,6 +111,18 @@ def write_corpus(folder, sizes=(400, 2000, 1500, 700), seed=0):
 
 
 @pytest.fixture
+def tuned_gemms_calls(monkeypatch):
+    """The (N, K, M) of each GEMM that --tuned_gemms computes in this process; short ones are replaced too."""
+    from kernels import cublaslt, tuned_gemms  # imports the compiler, seconds
+
+    torch.compiler.reset()  # of one function it compiles eight graphs in a process; after these it runs uncompiled
+    calls, real = [], cublaslt.mm
+    monkeypatch.setattr(tuned_gemms, "MIN_FLOPS", 1)
+    monkeypatch.setattr(cublaslt, "mm", lambda a, b, *rest: calls.append((*a.shape, b.size(1))) or real(a, b, *rest))
+    return calls
+
+
+@pytest.fixture
 def corpus(tmp_path):
     folder = tmp_path / "corpus"
     folder.mkdir()

@@ -11,7 +11,7 @@ from conftest import ROOT, logged, skip_without_flash4
 
 import availability
 from config import Config
-from kernels import cublaslt, sdpa, tuned_gemms
+from kernels import cublaslt, sdpa
 from model import GPTConfig
 from optimizations import OPTIMIZATIONS, RUNGS, SWITCHES, readme_table, turn_off_unavailable
 from parallel.process_group import Distributed
@@ -84,7 +84,7 @@ def losses(**flags):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_on_against_off(name, monkeypatch):
+def test_on_against_off(name):
     tolerance, on, both = CASES[name]
     if name in NEEDS_A_GPU and DEVICE.type == "cpu":
         pytest.skip("needs an NVIDIA GPU")
@@ -93,30 +93,18 @@ def test_on_against_off(name, monkeypatch):
     if name == "flash4_backward":
         skip_without_flash4()
     on = both | on
-    calls = count_tuned_gemms(monkeypatch) if name == "tuned_gemms" else None
     if DEVICE.type == "cuda":
         wanted = replace(PLAIN, **on)
         assert turn_off_unavailable(wanted, ALONE)[0] == wanted
     assert losses(**on) == pytest.approx(losses(**both), rel=tolerance)
-    assert calls is None or calls
 
 
-@pytest.mark.parametrize("checkpointing", ["full", "selective"])
-def test_tuned_gemms_with_activation_checkpointing(checkpointing, monkeypatch):
-    calls = count_tuned_gemms(monkeypatch)
+@pytest.mark.parametrize("checkpointing", ["off", "full", "selective"])
+def test_tuned_gemms_of_any_size(checkpointing, monkeypatch, tuned_gemms_calls):
+    monkeypatch.setattr(cublaslt, "MIN_TUNED_SIZE", 1)
     flags = HALF | dict(compile=True, activation_checkpointing=checkpointing)
     assert losses(tuned_gemms=True, **flags) == pytest.approx(losses(**flags), rel=1e-3)
-    assert calls
-
-
-def count_tuned_gemms(monkeypatch):
-    """Let --tuned_gemms replace GEMMs of any size: a list that gets an item for each call."""
-    torch.compiler.reset()  # of one function it compiles eight graphs in a process; after these it runs uncompiled
-    calls, real = [], cublaslt.mm
-    monkeypatch.setattr(cublaslt, "MIN_TUNED_SIZE", 1)
-    monkeypatch.setattr(tuned_gemms, "MIN_FLOPS", 1)
-    monkeypatch.setattr(cublaslt, "mm", lambda *arguments: calls.append(1) or real(*arguments))
-    return calls
+    assert tuned_gemms_calls
 
 
 @pytest.mark.parametrize("name", TWO_RANKS)
