@@ -14,8 +14,9 @@ With P parameters on a rank, 16-bit weights and float32 gradients, a step of M m
     zero3        all-gather 2P twice, reduce-scatter 4P         every micro-batch       overlaps
     hsdp         as zero3 in a machine; all-reduce of shards    once a step             overlaps
 
-(Rajbhandari et al. 2020, "ZeRO", section 7). A sharded step waits for the embedding table: its gather comes before the
-first block and its reduce-scatter after all others. With x = B T C / N numbers of 2 bytes on each of N ranks:
+(Rajbhandari et al. 2020, "ZeRO", section 7). With --overlap_gradients ddp's all-reduce overlaps too. The embedding
+table never does: its gather comes before the first block, and its gradient is complete after all others. With x = B T C
+/ N numbers of 2 bytes on each of N ranks:
 
     tensor       4 all-gathers and 4 reduce-scatters of N x     every block             waits
                  (Narayanan et al. 2021, section 3.2; Korthikanti et al. 2022)
@@ -46,7 +47,7 @@ SLOWEST = 1.015  # several GPUs wait for the slowest
 SHARDED = dict(ddp=1.03, zero2=1.03, zero3=1.05, hsdp=1.05)  # FSDP's computation, against DDP's; hsdp: as zero3
 COPIES = 1.5  # times the bytes of tensor's and context's collectives, which copy input and output; 124M, --context 2
 LATENCY = 20e-6  # of a collective, however small: an assumption
-SPLIT_GRAPH_SECONDS = 5e-3  # what the splits of a compiled graph cost with --overlap_gradients
+SPLIT_GRAPH_SECONDS = 8e-3  # --overlap_gradients: the splits of a compiled graph, and NCCL beside them; 5 to 14 ms
 BACKWARD_SHARE = 2 / 3  # of a micro-batch's time: what --overlap_gradients can hide averaging behind
 RECOMPUTED = dict(off=1, selective=1.07, full=4 / 3)  # FLOPs of a block; selective: equivalent to 5% of a step
 
@@ -104,15 +105,15 @@ def flops_of_block(config):
     """FLOPs per token, forward and backward, of a block: its GEMMs, and as many as attention's time is worth.
 
     Attention computes half of the T x T scores that its formula counts, at a rate that grows with T: at T = 1,024 its
-    time is worth 0.75 of the formula, for long sequences 0.57. Fitted to steps of 124M with T up to 262,144 on H100s.
+    time is worth 0.80 of the formula, for long sequences 0.61. Fitted to steps of 124M with T up to 262,144 on H100s.
     """
-    attention = 0.57 * (1 + 330 / config.seq_len)
+    attention = 0.612 * (1 + 310 / config.seq_len)
     return 72 * config.n_embd**2 + attention * 12 * config.n_embd * config.seq_len
 
 
 def flops_of_head(config):
-    """FLOPs per token, forward and backward, of the head. Positions count too, as in the 6N of MFU."""
-    return 6 * (VOCAB_SIZE + config.seq_len) * config.n_embd
+    """FLOPs per token, forward and backward, of the head."""
+    return 6 * VOCAB_SIZE * config.n_embd
 
 
 def micro_batch_seconds(config, cluster):
@@ -182,11 +183,10 @@ def step_time(config, distributed, cluster):
     computation = micro_steps * micro_batch + STEP_SECONDS
     if config.overlap_gradients:
         computation += SPLIT_GRAPH_SECONDS
-    waits, hides = 1.0, micro_batch  # share of averaging that no computation can hide; what can hide the rest
-    if is_sharded(config) and config.pipeline == 1:
+    waits = 1.0  # share of averaging that no computation can hide
+    if config.overlap_gradients or is_sharded(config) and config.pipeline == 1:
         waits = params_of_embeddings(config) / params_of_rank(config)
-    elif config.overlap_gradients:
-        waits, hides = 0.0, BACKWARD_SHARE * micro_batch
+    hides = (BACKWARD_SHARE if config.overlap_gradients else 1) * micro_batch  # what can hide the rest
     # a micro-batch hides at most its own time; what comes once a step overlaps with one micro-batch
     hidden = (micro_steps - 1) * min(hides, (1 - waits) * each) + min(hides, (1 - waits) * (each + once))
     sent = micro_steps * (split + each) + once
