@@ -177,7 +177,7 @@ OPTIMIZATIONS = (
     ),
     switch(
         "overlap_gradients",
-        "average DDP's gradients during backward; no gain measured",
+        "average DDP's gradients during backward, for slow links",
         rung=None,
         needs=availability.compiled_ddp,
         default=False,
