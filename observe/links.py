@@ -272,8 +272,7 @@ def step_table(flags, distributed, steps, measured):
         texts += [f"{computation:,.1f}", f"{total / (total + computation):.1%}"] if computation else ["–", "–"]
         rows.append(texts)
         if computation and step.config.parallel == "ddp":
-            micro_batch, last = computation / step.micro_steps(), communication.share_of_last_bucket(sent)
-            wait, overlap = communication.wait_for_averaging(total, micro_batch, last)
+            wait, overlap = communication.wait_for_averaging(total, computation / step.micro_steps(), sent)
             faster += [f"{step.name} ({total:,.1f} ms become {wait:,.1f})"] if overlap else []
     peak = peak_flops(distributed.device, flags.peak_tflops) / 1e12
     speed = f"computed at {flags.mfu:.0%} of {peak:g} TFLOP/s" if peak else "of unknown computation (use --peak_tflops)"
@@ -295,11 +294,11 @@ def machine_table(flags, distributed, steps, measured):
         computation = step.computation_ms(flags, distributed.device)
         micro_batch = computation / step.micro_steps()
         buckets = communication.collectives_of_step(step.model, step.config, 1)
-        gradients, last = communication.bytes_of_step(buckets), communication.share_of_last_bucket(buckets)
+        gradients = communication.bytes_of_step(buckets)
         alone = computation * step.ranks + communication.rest_of_step_ms(parameters)  # ms on one GPU
         for network in flags.network if machines > 1 else (0.0,):
             averaging = communication.averaging_ms(gradients, gpus, bus, machines, 1e9 * network)
-            wait, overlap = communication.wait_for_averaging(averaging, micro_batch, last)
+            wait, overlap = communication.wait_for_averaging(averaging, micro_batch, buckets)
             total, overlapped = (
                 communication.ddp_step_ms(micro_batch, step.micro_steps(), waited, parameters)
                 for waited in (averaging, wait)

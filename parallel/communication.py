@@ -68,11 +68,6 @@ def bytes_of_step(collectives):
     return sum(each.bytes * each.count for each in collectives)
 
 
-def share_of_last_bucket(buckets):
-    """Of the bytes of all. buckets: the Collectives of a step of ddp."""
-    return buckets[-1].bytes / bytes_of_step(buckets)
-
-
 def ms_of_step(collectives, measured):
     """Milliseconds of a step's collectives, one after the other. measured: {operation: points of ms_of_collective}."""
     return sum(each.count * ms_of_collective(measured[each.operation], each.bytes) for each in collectives)
@@ -107,14 +102,15 @@ def averaging_ms(gradient_bytes, ranks, bus, machines, network):
     return 1e3 * seconds
 
 
-def wait_for_averaging(averaging, micro_batch, last_bucket):
+def wait_for_averaging(averaging, micro_batch, buckets):
     """(ms, overlap): how long a ddp step waits for its gradients' averaging, and whether --overlap_gradients is faster.
 
-    averaging: ms to average. micro_batch: ms of forward and backward of one micro-batch. last_bucket: its share of the
-    gradients' bytes. With --overlap_gradients the last micro-batch's backward hides the averaging of all buckets but
-    the last, which has the embedding's gradient, and the splits of the graph take SPLIT_GRAPH_SECONDS.
+    averaging: ms to average the buckets, the Collectives of the step. micro_batch: ms of forward and backward of one
+    micro-batch. With --overlap_gradients the last micro-batch's backward hides the averaging of all buckets but the
+    last, which has the tied embedding's gradient, and the splits of the graph take SPLIT_GRAPH_SECONDS.
     """
-    hidden = min((1 - last_bucket) * averaging, BACKWARD_SHARE * micro_batch)
+    early = 1 - buckets[-1].bytes / bytes_of_step(buckets)  # the share of the other buckets
+    hidden = min(early * averaging, BACKWARD_SHARE * micro_batch)
     overlapped = averaging - hidden + 1e3 * SPLIT_GRAPH_SECONDS
     return (overlapped, True) if overlapped < averaging else (averaging, False)
 

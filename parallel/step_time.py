@@ -15,8 +15,8 @@ With P parameters on a rank, 16-bit weights and float32 gradients, a step of M m
     hsdp         as zero3 in a machine; all-reduce of shards    once a step             overlaps
 
 (Rajbhandari et al. 2020, "ZeRO", section 7). With --overlap_gradients ddp's all-reduce overlaps too. The embedding
-table never does: its gather comes before the first block, and its gradient is complete after all others. With x = B T C
-/ N numbers of 2 bytes on each of N ranks:
+table never overlaps: its gather comes before the first block, and its gradient is complete after all others. With
+x = B T C / N numbers of 2 bytes on each of N ranks:
 
     tensor       4 all-gathers and 4 reduce-scatters of N x     every block             waits
                  (Narayanan et al. 2021, section 3.2; Korthikanti et al. 2022)
@@ -47,7 +47,8 @@ SLOWEST = 1.015  # several GPUs wait for the slowest
 SHARDED = dict(ddp=1.03, zero2=1.03, zero3=1.05, hsdp=1.05)  # FSDP's computation, against DDP's; hsdp: as zero3
 COPIES = 1.5  # times the bytes of tensor's and context's collectives, which copy input and output; 124M, --context 2
 LATENCY = 20e-6  # of a collective, however small: an assumption
-SPLIT_GRAPH_SECONDS = 8e-3  # --overlap_gradients: the splits of a compiled graph, and NCCL beside them; 5 to 14 ms
+# --overlap_gradients: the splits of a compiled graph, and NCCL beside them. Fitted over TCP; 5 to 8 ms over NVLink
+SPLIT_GRAPH_SECONDS = 8e-3
 BACKWARD_SHARE = 2 / 3  # of a micro-batch's time: what --overlap_gradients can hide averaging behind
 RECOMPUTED = dict(off=1, selective=1.07, full=4 / 3)  # FLOPs of a block; selective: equivalent to 5% of a step
 
@@ -183,12 +184,12 @@ def step_time(config, distributed, cluster):
     computation = micro_steps * micro_batch + STEP_SECONDS
     if config.overlap_gradients:
         computation += SPLIT_GRAPH_SECONDS
-    waits = 1.0  # share of averaging that no computation can hide
-    if config.overlap_gradients or is_sharded(config) and config.pipeline == 1:
-        waits = params_of_embeddings(config) / params_of_rank(config)
-    hides = (BACKWARD_SHARE if config.overlap_gradients else 1) * micro_batch  # what can hide the rest
+    exposed = 1.0  # share of averaging that no computation can hide
+    if config.overlap_gradients or (is_sharded(config) and config.pipeline == 1):
+        exposed = params_of_embeddings(config) / params_of_rank(config)
+    cover = (BACKWARD_SHARE if config.overlap_gradients else 1) * micro_batch  # what can hide the rest
     # a micro-batch hides at most its own time; what comes once a step overlaps with one micro-batch
-    hidden = (micro_steps - 1) * min(hides, (1 - waits) * each) + min(hides, (1 - waits) * (each + once))
+    hidden = (micro_steps - 1) * min(cover, (1 - exposed) * each) + min(cover, (1 - exposed) * (each + once))
     sent = micro_steps * (split + each) + once
     bubble = (config.pipeline - 1) / config.stages_per_rank * (micro_batch + split)
     return StepTime(computation, bubble, sent - hidden, sent)

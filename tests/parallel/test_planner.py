@@ -1,4 +1,4 @@
-"""Plans against what docs/scaling.md has measured on H200s, and against what is known by counting."""
+"""Plans against the measurements of docs/scaling.md and docs/benchmarks.md, and against what is known by counting."""
 
 import shlex
 import sys
@@ -112,7 +112,7 @@ def test_averaging_over_slow_links_takes_what_was_measured():
     """On two H200s over TCP, at 4.5 GB/s."""
     overlap, halved = dict(overlap_gradients=True), dict(bf16_gradients=True)
     for flags, rate in (({}, 972200), (halved, 1085800), (overlap, 1102700), (dict(overlap, **halved), 1149100)):
-        assert estimate(2, link=4.5e9, micro_batch_size=128, **flags)[1] == pytest.approx(rate, rel=0.03), flags
+        assert estimate(2, link=4.5e9, micro_batch_size=128, **flags)[1] == pytest.approx(rate, rel=0.02), flags
 
 
 # --tensor turns these off
@@ -120,10 +120,7 @@ TENSOR = dict(tensor=2, fused_cross_entropy=False, fused_gelu=False)
 
 
 def test_measurements_to_which_no_formula_is_fitted():
-    """(GPUs, flags, peak GB, tokens/sec) on H100s, and on H200s with longer sequences.
-
-    Each group is from the fastest mode to the slowest, but for those within 2%.
-    """
+    """(GPUs, flags, peak GB, tokens/sec), each group from the fastest mode to the slowest, but for those within 2%."""
     small, long = dict(micro_batch_size=128), dict(seq_len=32768, total_batch_size=131072)
     longer = dict(seq_len=8192, total_batch_size=131072)
     half, xl = dict(micro_batch_size=64), dict(model="gpt2-xl", total_batch_size=131072)
@@ -148,11 +145,19 @@ def test_measurements_to_which_no_formula_is_fitted():
             (2, dict(long, **TENSOR, micro_batch_size=4), 52.51, 283200),
         ),
         (
+            (2, small, 40.73, 1223200),
+            (2, dict(small, **zero3), 39.16, 1178900),
+            (2, dict(half, pipeline=2, stages_per_rank=2), 34.86, 1058600),
+            (2, dict(half, pipeline=2), 27.21, 1061100),
+            (2, dict(small, context=2), 22.66, 974700),
+            (2, dict(small, **TENSOR), 52.50, 748500),
+        ),
+        (
             (2, dict(longer, micro_batch_size=8), 21.62, 757600),
             (2, dict(longer, **zero3, micro_batch_size=8), 20.32, 738900),
             (2, dict(longer, context=2, micro_batch_size=16), 22.74, 661600),
             (2, dict(longer, pipeline=2, stages_per_rank=2, micro_batch_size=2), 8.83, 626900),
-            (2, dict(longer, pipeline=2, micro_batch_size=2), 7.30, 632400),
+            (2, dict(longer, pipeline=2, micro_batch_size=2), 7.30, 628500),
             (2, dict(longer, **TENSOR, micro_batch_size=16), 52.29, 543900),
         ),
         (
@@ -185,7 +190,8 @@ def test_measurements_to_which_no_formula_is_fitted():
     ):
         estimates = [estimate(gpus, **flags) for gpus, flags, _, _ in rows]
         for (memory, estimated), (_, flags, gb, rate) in zip(estimates, rows):
-            assert memory.peak / GB == pytest.approx(gb, rel=0.1), flags
+            little = "pipeline" in flags and flags.get("seq_len") == 8192
+            assert memory.peak / GB == pytest.approx(gb, rel=0.1 if little else 0.07), flags
             assert estimated == pytest.approx(rate, rel=0.2 if "tensor" in flags or "n_embd" in flags else 0.09), flags
         rates = [rate for _, rate in estimates]
         assert rates == sorted(rates, reverse=True)
