@@ -120,7 +120,7 @@ class StepMemory:
     gradients: float  # accumulated, and on their way to other GPUs
     states: float  # the optimizer's
     activations: float  # of all micro-batches in flight
-    logits: float  # of training, or what an evaluation's logits take beyond the activations, if that is more
+    logits: float  # of training; of an evaluation and of a pipeline, what they take beyond the activations
     in_backward: float  # the most while activations exist
     peak: float
 
@@ -135,19 +135,12 @@ def step_memory(config, distributed):
     shards = shard_group_size(config, distributed)
     weights, gradients = bytes_of_weights(config, distributed)
     states = bytes_of_states(config) / shards
-    tokens = config.micro_batch_size * config.seq_len
-    activations, logits = (tokens * number for number in bytes_per_token(config))
+    activations, logits = bytes_of_activations(config)
     if config.pipeline > 1:
         # a schedule has buffers to receive every micro-batch and its gradient
         width = 2 if config.bf16_residual else 4
         buffers = 2 * width * config.n_embd * config.stages_per_rank * config.total_batch_size
         activations += buffers / distributed.data_size / sequence_parts(config)
-    if config.fused_cross_entropy:
-        # the rows of one chunk of logits, the embedding table in their dtype, and its float32 gradient
-        rows = FP8_LOGIT_ROWS if config.fp8_head else LOGIT_ROWS
-        logits += VOCAB_SIZE * (compute_bytes(config) * (rows + config.n_embd) + 4 * config.n_embd)
-        if config.fp8_head:  # softmax and the table in float8, each in two layouts
-            logits += 2 * VOCAB_SIZE * (rows + config.n_embd)
     in_backward = peak = weights + gradients + states + activations + logits
     accumulates = accumulation_steps(config.batch_warmup_steps, config, distributed.data_size) > 1
     if not accumulates and (is_sharded(config) or distributed.world_size == 1):
@@ -203,8 +196,9 @@ def bytes_of_states(config):
     return (params_of_rank(config) - embeddings) * of_blocks + embeddings * of_embeddings
 
 
-def bytes_per_token(config):
-    """Peak bytes for each token of a micro-batch, (activations, logits), of training or, if more, of evaluation."""
+def bytes_of_activations(config):
+    """Peak bytes of (activations, logits), of training or, if more, of evaluation."""
+    tokens = config.micro_batch_size * config.seq_len
     half = config.autocast != "off"
     layer, head, score = PEAK_BYTES[config.compile, half]
     layer = config.n_embd * layer + (0 if config.flash else config.n_head * config.seq_len * score)
@@ -214,21 +208,29 @@ def bytes_per_token(config):
         layer = layer / config.tensor + 2 * width * config.n_embd
     if config.context > 1:  # c_proj reads a copy of attention's output, that of the second all-to-all
         layer += width * config.n_embd
-    blocks = blocks_in_flight(config)
-    layers = blocks * layer
+    kept, recomputed = layer, 0  # of a block
     if config.activation_checkpointing != "off":
         # each block's input; with "selective" also the outputs of GEMMs and attention, 10 C (8 C compiled: backward
         # reads neither c_proj's output), and of --context's all-to-alls, 4 C; plus one block being recomputed
-        kept = 2 if config.bf16_residual else 4
+        numbers = 2 if config.bf16_residual else 4
         if config.activation_checkpointing == "selective":
-            kept += (8 if config.compile else 10) * width + (4 * width if config.context > 1 else 0)
-        layers = blocks * config.n_embd * kept / sequence_parts(config) + layer
-    layers /= config.context
-    logits = 0 if config.fused_cross_entropy else VOCAB_SIZE * head / config.context
+            numbers += (8 if config.compile else 10) * width + (4 * width if config.context > 1 else 0)
+        kept, recomputed = config.n_embd * numbers / sequence_parts(config), layer
+    of_ranks = [tokens * (blocks * kept + recomputed) / config.context for blocks in blocks_in_flight(config)]
+    if config.fused_cross_entropy:
+        # the rows of one chunk of logits, the embedding table in their dtype, and its float32 gradient
+        rows = FP8_LOGIT_ROWS if config.fp8_head else LOGIT_ROWS
+        logits = VOCAB_SIZE * (width * (rows + config.n_embd) + 4 * config.n_embd)
+        if config.fp8_head:  # softmax and the table in float8, each in two layouts
+            logits += 2 * VOCAB_SIZE * (rows + config.n_embd)
+    else:
+        logits = tokens * VOCAB_SIZE * head / config.context
     # evaluation splits no sequence. It returns each token's loss and so holds all logits: 2 bytes compiled, 11 with
     # eager float32 copies
     compiled = config.compile and config.stages_per_rank == 1
-    evaluation = VOCAB_SIZE * (2 if compiled else 11) * (1 if half else 2) / config.tensor
+    evaluation = tokens * VOCAB_SIZE * (2 if compiled else 11) * (1 if half else 2) / config.tensor
     if not (config.val_every or config.hellaswag_every):
         evaluation = 0
-    return layers, max(logits, evaluation - layers)
+    # a pipeline's last rank has the logits, and the fewest micro-batches in flight
+    most, last = max(of_ranks), of_ranks[-1]
+    return most, max(logits + last - most, evaluation - most, 0)

@@ -102,13 +102,13 @@ def blocks_of_ranks(config):
 
 
 def blocks_in_flight(config):
-    """The most, over all ranks, of (blocks × micro-batches in flight): the block activations that a rank keeps.
+    """Of each rank, blocks × micro-batches in flight: the block activations that it keeps.
 
     Interleaved: ScheduleInterleaved1F1B's warm-up forwards and one more are in flight, each of one of V stages.
     """
     N, V = config.pipeline, config.stages_per_rank
     in_flight = [N - rank if V == 1 else ((V - 1) * N + 2 * (N - 1 - rank) + 1) / V for rank in range(N)]
-    return max(blocks * micro_batches for blocks, micro_batches in zip(blocks_of_ranks(config), in_flight))
+    return [blocks * micro_batches for blocks, micro_batches in zip(blocks_of_ranks(config), in_flight)]
 
 
 def bubble(config, distributed):
