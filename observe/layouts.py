@@ -105,9 +105,10 @@ def explanation(config):
     """What the figures of the table mean, and the assumptions behind them."""
     return (
         "This is an estimate. B: sequences of a micro-batch. Memory: GB on a GPU. Peak: below the sum where gradients",
-        "replace activations, above it where ddp's backward ends with new gradients. Waits: share of a step for",
-        "exposed communication and --pipeline's bubble. zero2, zero3 and hsdp overlap communication with computation,",
-        "except the embedding table's; ddp, --tensor, --context and --pipeline wait.",
+        "replace activations, above it where ddp's backward ends with new gradients. Logits of --pipeline: what its",
+        "last rank takes beyond the first one's activations. Waits: share of a step for exposed communication and",
+        "--pipeline's bubble. zero2, zero3 and hsdp overlap communication with computation, except the embedding",
+        "table's; ddp, --tensor, --context and --pipeline wait.",
         f"Assumed: {config.mfu:.0%} of the peak in large micro-batches (--mfu), {config.link:g} GB/s between GPUs of a",
         f"machine (--link), {config.network:g} GB/s between machines (--network); formulas: parallel/step_time.py.",
         "",

@@ -47,9 +47,9 @@ def collectives_of_step(model, config, micro_steps):
     root = sum(p.numel() for p in model.parameters()) - sum(sizes)
     # zero2 gathers once a step; zero3 once in each forward, and all but the root again in each backward
     gathers = 1 if config.parallel == "zero2" else micro_steps
-    again = 1 if config.parallel == "zero2" else 2
+    passes = 1 if config.parallel == "zero2" else 2  # that gather a block: forward, and zero3's backward
     result = [Collective("all-gather", root * weight_bytes, gathers)]
-    result += [Collective("all-gather", size * weight_bytes, gathers * again) for size in sizes]
+    result += [Collective("all-gather", size * weight_bytes, gathers * passes) for size in sizes]
     return result + [Collective("reduce-scatter", size * gradient_bytes, micro_steps) for size in (root, *sizes)]
 
 

@@ -120,7 +120,7 @@ class StepMemory:
     gradients: float  # accumulated, and on their way to other GPUs
     states: float  # the optimizer's
     activations: float  # of all micro-batches in flight
-    logits: float  # of training; of an evaluation and of a pipeline, what they take beyond the activations
+    logits: float  # of training; with --pipeline, or if evaluations take more, what they add to the activations
     in_backward: float  # the most while activations exist
     peak: float
 
@@ -197,7 +197,10 @@ def bytes_of_states(config):
 
 
 def bytes_of_activations(config):
-    """Peak bytes of (activations, logits), of training or, if more, of evaluation."""
+    """Peak bytes of (activations, logits) in training, or what an evaluation's logits add to them, if that is more.
+
+    Activations are those of the rank with most, a pipeline's first; logits are what they add to these.
+    """
     tokens = config.micro_batch_size * config.seq_len
     half = config.autocast != "off"
     layer, head, score = PEAK_BYTES[config.compile, half]
@@ -208,18 +211,18 @@ def bytes_of_activations(config):
         layer = layer / config.tensor + 2 * width * config.n_embd
     if config.context > 1:  # c_proj reads a copy of attention's output, that of the second all-to-all
         layer += width * config.n_embd
-    kept, recomputed = layer, 0  # of a block
+    kept, recomputed = layer, 0  # bytes per token: of each block in flight; of the one block being recomputed
     if config.activation_checkpointing != "off":
         # each block's input; with "selective" also the outputs of GEMMs and attention, 10 C (8 C compiled: backward
         # reads neither c_proj's output), and of --context's all-to-alls, 4 C; plus one block being recomputed
-        numbers = 2 if config.bf16_residual else 4
+        of_block = 2 if config.bf16_residual else 4  # bytes for each unit of width
         if config.activation_checkpointing == "selective":
-            numbers += (8 if config.compile else 10) * width + (4 * width if config.context > 1 else 0)
-        kept, recomputed = config.n_embd * numbers / sequence_parts(config), layer
+            of_block += (8 if config.compile else 10) * width + (4 * width if config.context > 1 else 0)
+        kept, recomputed = config.n_embd * of_block / sequence_parts(config), layer
     of_ranks = [tokens * (blocks * kept + recomputed) / config.context for blocks in blocks_in_flight(config)]
     if config.fused_cross_entropy:
         # the rows of one chunk of logits, the embedding table in their dtype, and its float32 gradient
-        rows = FP8_LOGIT_ROWS if config.fp8_head else LOGIT_ROWS
+        rows = min(FP8_LOGIT_ROWS if config.fp8_head else LOGIT_ROWS, tokens / config.context)
         logits = VOCAB_SIZE * (width * (rows + config.n_embd) + 4 * config.n_embd)
         if config.fp8_head:  # softmax and the table in float8, each in two layouts
             logits += 2 * VOCAB_SIZE * (rows + config.n_embd)
@@ -231,6 +234,6 @@ def bytes_of_activations(config):
     evaluation = tokens * VOCAB_SIZE * (2 if compiled else 11) * (1 if half else 2) / config.tensor
     if not (config.val_every or config.hellaswag_every):
         evaluation = 0
-    # a pipeline's last rank has the logits, and the fewest micro-batches in flight
+    # a pipeline's last rank has the logits, and the fewest micro-batches in flight: logits may add nothing
     most, last = max(of_ranks), of_ranks[-1]
     return most, max(logits + last - most, evaluation - most, 0)

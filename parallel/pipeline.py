@@ -102,13 +102,19 @@ def blocks_of_ranks(config):
 
 
 def blocks_in_flight(config):
-    """Of each rank, blocks × micro-batches in flight: the block activations that it keeps.
+    """Of each rank, the most activations of blocks that it keeps: one for each block and micro-batch in flight.
 
-    Interleaved: ScheduleInterleaved1F1B's warm-up forwards and one more are in flight, each of one of V stages.
+    Interleaved: ScheduleInterleaved1F1B's warm-up forwards and one more, N of each of the rank's V stages in turn.
     """
     N, V = config.pipeline, config.stages_per_rank
-    in_flight = [N - rank if V == 1 else ((V - 1) * N + 2 * (N - 1 - rank) + 1) / V for rank in range(N)]
-    return [blocks * micro_batches for blocks, micro_batches in zip(blocks_of_ranks(config), in_flight)]
+    stages = blocks_of_stages(config)
+
+    def of_rank(rank):
+        own = stages[rank::N]
+        forwards = N - rank if V == 1 else (V - 1) * N + 2 * (N - 1 - rank) + 1
+        return sum(own[i // N % V] for i in range(forwards))
+
+    return [of_rank(rank) for rank in range(N)]
 
 
 def bubble(config, distributed):

@@ -26,7 +26,7 @@ x = B T C / N numbers of 2 bytes on each of N ranks:
                  the bubble, (N-1)/V micro-batches              once a step             waits
                  (Narayanan et al. 2021, sections 2.2 and 3.2)
 
-tensor's and context's collectives take COPIES times as long, since they copy their inputs and outputs.
+The bytes of tensor's and context's collectives count COPIES times, since they copy their inputs and outputs.
 "full" activation checkpointing repeats the collectives of a block's forward, "selective" its all-gathers. --tensor and
 --pipeline with ddp use FSDP, which overlaps the all-reduce; with --pipeline all averaging comes after the last
 micro-batch, and waits.
@@ -131,11 +131,11 @@ def micro_batch_seconds(config, cluster):
 def split_seconds(config, distributed, cluster):
     """Seconds of one micro-batch's communication for --tensor, --context and --pipeline."""
     tensor, context, pipeline = config.tensor, config.context, config.pipeline
-    x = compute_bytes(config) * config.micro_batch_size * config.seq_len * config.n_embd / context  # bytes
+    stream = compute_bytes(config) * config.micro_batch_size * config.seq_len * config.n_embd / context  # bytes
     blocks = max(blocks_of_ranks(config))
     # selective keeps the outputs of reduce-scatters and all-to-alls, and repeats all-gathers
     collectives = dict(off=8, selective=10, full=12)[config.activation_checkpointing] * blocks + 4  # 4: embedding, head
-    copied = COPIES * x
+    copied = COPIES * stream
     seconds = collectives * gather(copied, group_of(tensor, 1, cluster), cluster)
     # q, k and v in one all-to-all, attention's output in the other; as many in backward
     group = group_of(context, tensor, cluster)
@@ -145,7 +145,7 @@ def split_seconds(config, distributed, cluster):
         stage = tensor * distributed.data_context_size  # ranks of a stage, which send at the same time
         leaves = group_of(pipeline, stage, cluster).machines > 1
         rate = cluster.network / min(stage, cluster.gpus_per_machine) if leaves else cluster.link
-        seconds += 2 * config.stages_per_rank * x / tensor / rate
+        seconds += 2 * config.stages_per_rank * stream / tensor / rate
     return seconds
 
 

@@ -10,10 +10,12 @@ import torch
 import ladder
 from common.cli import UserError, parse
 from config import Config, defaults, set_sizes
+from data.tokenizer import VOCAB_SIZE
 from model import GPT, GPTConfig
 from optim.optimizer import make_optimizer, named_state
 from parallel import planner
-from parallel.memory import count_params, step_memory
+from parallel.memory import bytes_of_activations, count_params, step_memory
+from parallel.pipeline import blocks_in_flight
 from parallel.process_group import Distributed
 from parallel.step_time import COPIES, Cluster, step_time
 
@@ -232,6 +234,21 @@ def test_optimizer_states_take_what_is_estimated(optimizer, adamw_states):
     states = named_state(model, make_optimizer(model, config)).values()
     estimated = step_memory(config, Distributed(0, 1, torch.device("cpu"))).states
     assert sum(tensor.nbytes for tensor in states) == pytest.approx(estimated, rel=0.02)
+
+
+def test_evaluations_have_all_logits_and_no_chunk_of_the_fused_cross_entropy():
+    config = sized(micro_batch_size=64, activation_checkpointing="full")
+    assert sum(bytes_of_activations(config)) == 64 * 1024 * VOCAB_SIZE * 2
+
+
+def test_a_pipelines_last_rank_has_the_logits():
+    config = sized(model="gpt2-xl", micro_batch_size=8, pipeline=4, fused_cross_entropy=False, **WITHOUT_EVALUATIONS)
+    assert blocks_in_flight(config) == [4 * 12, 3 * 13, 2 * 13, 10]
+    assert bytes_of_activations(config)[1] == 0  # they are less than what the first rank has beyond the last
+    config.activation_checkpointing = "full"
+    assert sum(bytes_of_activations(config)) > 8 * 1024 * VOCAB_SIZE * 2.7
+    # interleaved, stages of 3 and 4 blocks on one rank, of 3 and 2 on the other
+    assert blocks_in_flight(sized(seq_len=8192, pipeline=2, stages_per_rank=2)) == [3 * 3 + 2 * 4, 2 * 3 + 1 * 2]
 
 
 def test_memory_by_purpose():
