@@ -20,15 +20,15 @@ from common.peer_flags import HINTS
 from config import GROUPS, Config, defaults, refuse_unavailable_flags, resolve
 from data.tokenizer import END_OF_TEXT
 from kernels.documents import find_offsets, move_offsets
-from observe.hardware import environment, flops_per_token, peak_flops, peak_memory
-from observe.measure import SETTLING_STEPS
-from observe.plan import note_lines
-from observe.power import mj_per_token
-from observe.ranks import energy
-from observe.step_memory import RECORDED_STEP, describe_memory
+from measure.child_run import SETTLING_STEPS
+from measure.energy import mj_per_token
+from measure.memory_parts import RECORDED_STEP, describe_memory
 from parallel import fsdp, pipeline, process_group
 from parallel.memory import free_memory, less_memory
 from train_gpt2 import build, train_step
+from watch.hardware import environment, flops_per_token, peak_flops, peak_memory
+from watch.plan import note_lines
+from watch.ranks import energy
 
 
 @dataclass

@@ -8,12 +8,13 @@ from typing import Annotated, Literal
 import torch
 import tyro
 
+import evaluation
 from checkpoints.run_folder import flags_file_of
 from common import flag_file
 from common.bounds import check_bounds
 from common.cli import Note, UserError, arguments, given, spell_switches
 from common.peer_flags import HINTS
-from observe import evaluation, profiler
+from measure import profile
 from optim import recipes, schedules
 from optimizations import OPTIMIZATIONS, RUNGS, SWITCHES, is_off, turn_off_unavailable
 from parallel import fsdp, pipeline
@@ -321,7 +322,7 @@ def resolve(config, distributed, free_memory=None, pretrained=None, resumed=None
     check_bounds(config)
     if config.rungs != "all":
         raise UserError("--rungs chooses rungs of the ladder: add --ladder")
-    profiler.check_steps(config, step, distributed.device)
+    profile.check_steps(config, step, distributed.device)
     new = dataclasses.replace(config)
     set_sizes(new, pretrained, resumed)
     if new.device == "auto":

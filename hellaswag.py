@@ -25,8 +25,8 @@ from common.files import check_fields, open_regular, parse_json
 from common.hub import check_hub, hub_errors
 from common.progress import progress
 from data.tokenizer import END_OF_TEXT, get_tokenizer
+from evaluation import batches_of_rank
 from kernels.documents import find_offsets, move_offsets
-from observe.evaluation import batches_of_rank
 from parallel import process_group
 
 # OpenAI's GPT-2 weights by this script's measures (build-nanogpt), GPT-3 from Brown et al. 2020, table H.1

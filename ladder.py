@@ -26,14 +26,13 @@ from common.bounds import check_bounds
 from common.cli import Note, UserError, given, parse, run, spell_switches
 from common.device import choose_device_type
 from common.peer_flags import HINTS
-from common.sweep_axes import OFF, print_unused, read_axis
 from config import GROUPS, Config, defaults, flags
 from data.shards import open_shards
-from observe import figures, layouts, time_to_loss
-from observe.figures import describe
-from observe.measure import OUT_OF_MEMORY, SETTLING_STEPS, measure, plain, prepare, report_failures, save
-from observe.tables import COLUMNS, WIDTHS, align, cells, markdown, sweep_markdown, uneven_warning, winners
-from observe.wandb_page import publish
+from measure import figures, plan, to_loss
+from measure.child_run import OUT_OF_MEMORY, SETTLING_STEPS, measure, plain, prepare, report_failures, save
+from measure.figures import describe
+from measure.sweep_axes import OFF, print_unused, read_axis
+from measure.tables import COLUMNS, WIDTHS, align, cells, markdown, sweep_markdown, uneven_warning, winners
 from optim import schedules
 from optim.recipes import TO_LOSS_DEMO, choose_recipes
 from optimizations import RUNGS, turn_off_unavailable
@@ -41,6 +40,7 @@ from parallel.fsdp import is_sharded
 from parallel.memory import LARGEST_IN_WARMUP, choose_micro_batch_size
 from parallel.process_group import Distributed
 from parallel.rendezvous import launched
+from watch.wandb_page import publish
 
 FIRST_MICRO_BATCH = 16  # of the first rungs on a GPU, halved until it fits; an 80 GB A100 can hold it
 # Flags that have an effect on several GPUs only
@@ -60,12 +60,12 @@ class Sweep:
 
 
 @dataclass
-class LadderConfig(Sweep, time_to_loss.ToLoss, layouts.Plan, Config):
+class LadderConfig(Sweep, to_loss.ToLoss, plan.Plan, Config):
     """Measure a grid of flags (--sweep), training recipes (--to_loss), or else the ladder, as train_gpt2.py --ladder.
     With --plan, estimate how to use several GPUs. Takes every flag of train_gpt2.py.
     """
 
-    GROUPS = (Sweep, time_to_loss.ToLoss, layouts.Plan, *GROUPS)
+    GROUPS = (Sweep, to_loss.ToLoss, plan.Plan, *GROUPS)
 
 
 def main():
@@ -81,14 +81,14 @@ def main():
     modes = dict(plan=config.plan, sweep=is_sweep, to_loss=config.to_loss)
     if sum(modes.values()) > 1:
         raise UserError("--plan, --sweep and --to_loss exclude each other: use one of them")
-    for mode, group in (("to_loss", time_to_loss.ToLoss), ("plan", layouts.Plan)):
+    for mode, group in (("to_loss", to_loss.ToLoss), ("plan", plan.Plan)):
         alone = [field.name for field in dataclasses.fields(group) if field.name in own.keys() - {mode}]
         if alone and not modes[mode]:
             raise UserError(f"--{alone[0]} is for --{mode}: add --{mode}, or leave --{alone[0]} out")
     if "rungs" in own and any(modes.values()):
         raise UserError("--rungs is for the ladder of optimizations: leave it out")
     if config.plan:
-        layouts.plan(config, own)
+        plan.plan(config, own)
     elif is_sweep:
         sweep(config)
     elif config.to_loss:
@@ -304,7 +304,7 @@ def climb_to_loss(config):
         raise UserError("--to_loss turns Muon and fp8 on itself: leave out --optimizer and --fp8, or use --recipes")
     check(config)
     folder = prepare(config.log_dir, config.run_name, "to_loss")
-    print(f"results: {folder}/\n{align(time_to_loss.COLUMNS, time_to_loss.widths(recipes))}")
+    print(f"results: {folder}/\n{align(to_loss.COLUMNS, to_loss.widths(recipes))}")
     steps, ranks = config.max_steps, count_devices(config)
     device = torch.device(choose_device_type(config.device))
     splits = (config.tensor, config.context, config.pipeline) if ranks > 1 else ()  # one rank: they are turned off
@@ -316,7 +316,7 @@ def climb_to_loss(config):
             raise UserError(baseline["reason"])
         bar.reset()
         for index, (name, recipe) in enumerate(recipes.items(), 1):
-            rung, notes = turn_off_unavailable(time_to_loss.recipe_run(config, changes | recipe), distributed)
+            rung, notes = turn_off_unavailable(to_loss.recipe_run(config, changes | recipe), distributed)
             if rung.batch_warmup_steps:
                 size = min(results[0]["facts"]["micro_batch_size"], LARGEST_IN_WARMUP)
                 rung = schedules.match_tokens(rung, size, distributed.data_size)
@@ -331,8 +331,8 @@ def climb_to_loss(config):
                     break  # the other seeds would fail too
             result = next((run for run in runs if run["status"] != "done"), None)
             if not result:
-                of_seeds = [time_to_loss.read_curve(folder / run["name"]) for run in runs]
-                result = time_to_loss.summarize(name, of_seeds, target)
+                of_seeds = [to_loss.read_curve(folder / run["name"]) for run in runs]
+                result = to_loss.summarize(name, of_seeds, target)
             if result["status"] == "done":
                 changes |= recipe
                 curves[name] = of_seeds
@@ -342,10 +342,10 @@ def climb_to_loss(config):
                 raise UserError(result["reason"])
             results.append(dict(result, rung=name))
             bar.update(index * config.seeds * steps - bar.n)
-            bar.write(align(time_to_loss.cells(results), time_to_loss.widths(recipes)))
+            bar.write(align(to_loss.cells(results), to_loss.widths(recipes)))
             draw = partial(figures.time_to_loss, curves, target, results[0]["facts"])
-            save(folder, "to_loss", results, time_to_loss.markdown(results, config, baseline), draw)
-    print(time_to_loss.sooner(results, baseline))
+            save(folder, "to_loss", results, to_loss.markdown(results, config, baseline), draw)
+    print(to_loss.sooner(results, baseline))
     finish(config, folder, "to_loss", results)
 
 

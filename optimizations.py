@@ -12,9 +12,8 @@ from typing import Literal
 
 import torch
 
-import availability
 from common.cli import Note
-from kernels import sdpa
+from kernels import needs, sdpa
 
 # ----------------------------------------------------------------------------------------------------------------------
 # The rows, in the order of the ladder
@@ -43,20 +42,20 @@ def switch(name, help, **facts):
 
 
 OPTIMIZATIONS = (
-    switch("tf32", "float32 GEMMs on tensor cores in TensorFloat-32", needs=availability.tf32_gpu, changes="rounding"),
+    switch("tf32", "float32 GEMMs on tensor cores in TensorFloat-32", needs=needs.tf32_gpu, changes="rounding"),
     Optimization(
         "bf16",
         dict(autocast="off"),
         "autocast {autocast}",
         "GEMMs and attention in 16 bits",
-        availability.bf16_instructions,
+        needs.bf16_instructions,
         changes="rounding",
     ),
-    switch("compile", "fused kernels, and no Python between them, by torch.compile", needs=availability.inductor),
+    switch("compile", "fused kernels, and no Python between them, by torch.compile", needs=needs.inductor),
     switch(
         "flash",
         "attention that never writes the T x T matrix, by F.scaled_dot_product_attention or cuDNN",
-        needs=availability.tiled_attention,
+        needs=needs.tiled_attention,
         in_model=True,
         saves=sdpa.OPERATORS,
     ),
@@ -65,11 +64,11 @@ OPTIMIZATIONS = (
         dict(attention_backend="auto"),
         None,
         "the kernel of --flash, instead of the fastest known for the GPU",
-        availability.attention_backend,
+        needs.attention_backend,
         default=False,
     ),
     switch("pad_vocab", "the vocabulary padded to 50304 rows, a multiple of 128", in_model=True),
-    switch("fused_adamw", "the optimizer's update of all parameters in one kernel", needs=availability.fused_update),
+    switch("fused_adamw", "the optimizer's update of all parameters in one kernel", needs=needs.fused_update),
     # without GPT-3's recipe: the defaults of torch.optim.AdamW at a constant learning rate of 3e-4, without clipping
     Optimization(
         "adamw",
@@ -109,39 +108,39 @@ OPTIMIZATIONS = (
     switch(
         "bf16_residual",
         "the residual stream in bf16: half the bytes of additions and LayerNorms",
-        needs=availability.bf16_gpu,
+        needs=needs.bf16_gpu,
         in_model=True,
         changes="rounding",
     ),
     switch(
         "tuned_gemms",
         "compiled graphs' GEMMs by the fastest of cuBLASLt's algorithms",
-        needs=availability.compiled_cublaslt,
+        needs=needs.compiled_cublaslt,
     ),
     switch(
         "fused_cross_entropy",
         "head and cross-entropy for 4,096 tokens at a time, by a Triton kernel",
-        needs=availability.triton_and_whole_head,
+        needs=needs.triton_and_whole_head,
         in_model=True,
     ),
     switch(
         "fused_gelu",
         "GELU in the epilogues of the MLP's GEMMs, by cuBLASLt",
-        needs=availability.cublaslt_epilogues,
+        needs=needs.cublaslt_epilogues,
         in_model=True,
         saves=("gpt2::mlp",),
     ),
     switch(
         "packed_qkv",
         "attention by cuDNN on packed qkv, on Hopper and data-center Blackwell",
-        needs=availability.cudnn_frontend,
+        needs=needs.cudnn_frontend,
         in_model=True,
         saves=("gpt2::packed_qkv",),
     ),
     switch(
         "flash4_backward",
         "with packed_qkv on Hopper: FlashAttention-4's backward",
-        needs=availability.flash_attention_4,
+        needs=needs.flash_attention_4,
         in_model=True,
     ),
     switch(
@@ -155,7 +154,7 @@ OPTIMIZATIONS = (
     switch(
         "fp8",
         "the blocks' GEMMs in 8 bits, on Hopper and newer",
-        needs=availability.hopper,
+        needs=needs.hopper,
         changes="rounding",
         saves=("gpt2::fp8_linear", "gpt2::fp8_mlp"),
         default=False,
@@ -163,7 +162,7 @@ OPTIMIZATIONS = (
     switch(
         "fp8_head",
         "with --fp8: the head's GEMMs too",
-        needs=availability.fp8_and_fused_head,
+        needs=needs.fp8_and_fused_head,
         in_model=True,
         changes="rounding",
         default=False,
@@ -173,20 +172,20 @@ OPTIMIZATIONS = (
         dict(parallel="ddp", shard_ranks=None, tensor=1, context=1, pipeline=1, stages_per_rank=1),
         "{parallel} × {world_size}",
         "every GPU computes a share of the batch; gradients are averaged once a step",
-        needs=availability.several_ranks,
+        needs=needs.several_ranks,
     ),
     switch(
         "overlap_gradients",
         "average DDP's gradients during backward, for slow links",
         rung=None,
-        needs=availability.compiled_ddp,
+        needs=needs.compiled_ddp,
         default=False,
     ),
     switch(
         "bf16_gradients",
         "average gradients in bf16: half the bytes to send",
         rung=None,
-        needs=availability.bf16_all_reduce,
+        needs=needs.bf16_all_reduce,
         changes="rounding",
         default=False,
     ),

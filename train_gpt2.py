@@ -18,26 +18,22 @@ from dataclasses import dataclass, replace
 
 import torch
 
-import curves
 import ladder
 from checkpoints import load, resume
 from checkpoints.checkpointer import Checkpointer
 from common.cli import given, out_of_memory, parse, run
 from common.device import be_deterministic
+from common.dtensors import fill
 from common.peer_flags import HINTS
 from common.signals import Stopped, StopSignal
 from config import Config, defaults, flags_that_matter, refuse_unavailable_flags, resolve
 from data import demo
 from data.loader import Loader, open_streams
+from evaluation import bits_per_byte, validation_loss
 from hellaswag import choice_in_training
-from kernels import inductor, sdpa
+from kernels import compile, sdpa
+from measure import profile
 from model import GPT, GPTConfig
-from observe import hang, profiler
-from observe.evaluation import bits_per_byte, validation_loss
-from observe.hardware import flops_per_token
-from observe.plan import print_plan, print_summary
-from observe.ranks import RankMonitor
-from observe.run_log import RunLog
 from optim.optimizer import make_optimizer, update_if_finite
 from optim.schedules import accumulation_steps, learning_rate
 from optimizations import model_switches, plan_switches, saved_operators
@@ -46,6 +42,11 @@ from parallel.activation_checkpointing import checkpoint_activations
 from parallel.ddp import micro_batch, wrap_ddp, zero_gradients
 from parallel.memory import free_memory, less_memory
 from sample import sample_in_training
+from watch import curves, hang
+from watch.hardware import flops_per_token
+from watch.plan import print_plan, print_summary
+from watch.ranks import RankMonitor
+from watch.run_log import RunLog
 
 
 def main():
@@ -100,7 +101,7 @@ def build(config, distributed, weights=None, sizes=None):
     if weights:
         load.load_weights(weights, model)
     else:
-        model.init_weights(fsdp.fill)
+        model.init_weights(fill)
     tensor.order_by_rank(model.named_parameters())
     # fp8: the blocks' GEMMs in 8 bits, at twice the rate, each tensor with a scale from its amax
     if config.fp8:
@@ -111,7 +112,7 @@ def build(config, distributed, weights=None, sizes=None):
     context.split(model, config, distributed)  # each rank has some tokens of every sequence; in attention some heads
     # compile: fuses element-wise operations and reductions into one kernel, without Python between kernels.
     # tuned_gemms: GEMMs by the fastest of cuBLASLt's algorithms. A Pipeline compiles its stages.
-    forward = inductor.compile(model, config) if config.pipeline == 1 else model
+    forward = compile.compile(model, config) if config.pipeline == 1 else model
     # ddp: each rank has all weights and a share of the batch; the last backward averages gradients over the ranks
     train_forward = wrap_ddp(forward, config, distributed)
     optimizer = make_optimizer(model, config)
@@ -212,7 +213,7 @@ def train(flags, distributed, given_flags):
         print_plan(trainer, notes, start, train_stream, val_stream, hellaswag, log, plan_switches(config))
     checkpointer = Checkpointer(trainer, loader, data, log, start.step)
     oom = out_of_memory(less_memory(config.micro_batch_size))
-    with oom, hang.watch(checkpointer.folder, distributed), profiler.trace(trainer, log, start.step) as tracer:
+    with oom, hang.watch(checkpointer.folder, distributed), profile.trace(trainer, log, start.step) as tracer:
         loop(trainer, loader, val_stream, hellaswag, checkpointer, log, tracer, start)
 
 

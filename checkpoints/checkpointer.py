@@ -12,6 +12,7 @@ from torch.nn.utils import get_total_norm
 from checkpoints.run_folder import checkpoints_of, step_of
 from checkpoints.save import snapshot, write
 from common.cli import UserError, python_command
+from common.dtensors import full_tensor
 from common.files import is_disk_full
 from common.progress import print_over_bar
 from parallel import fsdp
@@ -53,7 +54,7 @@ class Checkpointer:
             self.reached = step
         if not (every and self.pending and healthy):
             return
-        norm = fsdp.full_tensor(get_total_norm(self.model.parameters()))
+        norm = full_tensor(get_total_norm(self.model.parameters()))
         if not math.isfinite(self.distributed.all_reduce(norm)[0]):
             if self.log:
                 print(f"step {step:5d}/{self.config.max_steps} | the weights are not finite: no checkpoint")

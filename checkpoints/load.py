@@ -13,12 +13,12 @@ from checkpoints import formats, pieces
 from checkpoints.run_folder import checkpoints_of, facts_of
 from checkpoints.save import STATE, TRAINING, WEIGHTS
 from common.cli import UserError, first_line, is_out_of_memory
+from common.dtensors import fill
 from common.files import digest, json_digest, read_json
 from common.hub import find_file, hub_errors
 from common.progress import progress
 from data.tokenizer import VOCAB_SIZE
 from model import GPT, GPTConfig, stored_layout
-from parallel.fsdp import fill
 
 # what a run resumes from
 TRAINING_TYPES = dict(step=int, tokens=int, loader=dict, scaler=dict, run=dict, sha256=dict)

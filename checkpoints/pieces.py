@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 from common.cli import UserError, first_line
 from common.files import digest, flush_to_disk, regular_file
 from model import to_host
-from parallel.fsdp import fill, local
+from common.dtensors import fill, local
 
 FILE_BYTES = 2**30  # a rank's files are about this large: each is copied in memory before it is written
 

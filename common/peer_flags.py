@@ -14,8 +14,8 @@ HINTS = {
     "val_steps": "use --val_tokens, val_steps × total_batch_size",
     "autotune": "use --tuned_gemms",
     # commands of their own
-    "links": "run python -m observe.links, with torchrun",
-    "kernel": "run python -m observe.kernels",
+    "links": "run python -m measure.links, with torchrun",
+    "kernel": "run python -m measure.kernels",
     # batch
     "batch_size": "use --micro_batch_size (sequences on a device) or --total_batch_size (tokens in a step)",
     "device_batch_size": "use --micro_batch_size",

@@ -14,7 +14,7 @@ import math
 
 import torch
 
-from parallel.fsdp import local
+from common.dtensors import local
 
 BLOCK = 256  # numbers that share a scale, where it divides the row's length
 

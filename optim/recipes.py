@@ -1,7 +1,7 @@
 """Training recipes: sets of flags."""
 
 from common.cli import UserError
-from common.sweep_axes import read_recipe
+from measure.sweep_axes import read_recipe
 
 # The defaults with --optimizer muon. docs/benchmarks.md says how they were chosen
 MUON = dict(

@@ -13,7 +13,6 @@ import math
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
 
 from common.cli import Note, UserError, out_of_memory
 from optim.schedules import accumulation_steps
@@ -185,20 +184,3 @@ def gathered(model, config):
         for unit in units:
             unit.set_reshard_after_forward(reshard_after_forward(unit, model, config), recurse=False)
             unit.reshard()
-
-
-def local(tensor):
-    """A DTensor's shard on this rank; any other tensor as it is."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def full_tensor(x):
-    """The whole of a DTensor; a plain tensor as it is."""
-    return x.full_tensor() if isinstance(x, DTensor) else x
-
-
-def fill(x, whole):
-    """Copy a whole tensor, the same on all ranks, into a tensor that may be a DTensor: each rank takes its shard."""
-    if isinstance(x, DTensor):
-        whole = distribute_tensor(whole, x.device_mesh, x.placements, src_data_rank=None)
-    x.copy_(whole)

@@ -25,8 +25,9 @@ import torch.nn as nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from common.cli import UserError
+from common.dtensors import full_tensor
 from data.tokenizer import VOCAB_SIZE
-from kernels import inductor
+from kernels import compile
 from model import GPT
 from optim.schedules import accumulation_steps
 from parallel import fsdp, tensor
@@ -150,7 +151,7 @@ class Stage(nn.Module):
         self.others = nn.ModuleList([parts.wte, parts.wpe] * first + [parts.wte, parts.ln_f] * last)
         self.embed, self.head, self.find_documents = model.embed, model.head, model.find_documents
         self.autocast, self.micro_batches = model.autocast, None
-        self.compiled = inductor.compile(self.compute, model.flags)
+        self.compiled = compile.compile(self.compute, model.flags)
         # torch.compile keeps 8 graphs of one function; evaluations need four for each stage
         self.compile_evaluations = model.flags.stages_per_rank == 1
 
@@ -319,7 +320,7 @@ def clip_gradients(model, max_norm):
     stages, counted = isinstance(model, Pipeline), dict(model.named_parameters())
     if stages and model.has_head:  # the first stage counts the table
         del counted["transformer.wte.weight"]
-    norm = fsdp.full_tensor(get_total_norm([parameter.grad for parameter in counted.values()]))
+    norm = full_tensor(get_total_norm([parameter.grad for parameter in counted.values()]))
     if stages:
         norm = norm**2
         dist.all_reduce(norm, group=model.group)

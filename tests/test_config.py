@@ -8,8 +8,8 @@ from conftest import expect_error
 from common import device as device_module
 from common.cli import UserError, parse
 from config import GROUPS, Config, defaults, flags, resolve, set_sizes
+from evaluation import SLOW_DEVICE_ITEMS, limit_hellaswag
 from model import GPTConfig
-from observe.evaluation import SLOW_DEVICE_ITEMS, limit_hellaswag
 from optim import recipes
 from optim.recipes import MUON, TINY
 from optimizations import RUNGS

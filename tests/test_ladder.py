@@ -9,14 +9,14 @@ import time
 
 import pytest
 import torch
+from child_run.child_run import SETTLING_STEPS
+from child_run.sweep_axes import read_axis
 from conftest import ROOT, TINY, expect_error, metrics
 
 import ladder
 from common.cli import UserError, parse
-from common.sweep_axes import read_axis
 from config import Config, defaults
-from observe import measure
-from observe.measure import SETTLING_STEPS
+from measure import child_run
 from optim import recipes
 from optimizations import RUNGS
 
@@ -183,15 +183,15 @@ def test_axes():
 
 def test_why_a_run_ended():
     memory = "error: out of memory (CUDA out of memory. Tried to allocate 20.00 MiB): use --micro_batch_size 8"
-    assert measure.explain("", -signal.SIGTERM, "x.txt")["status"] == "stopped"
+    assert child_run.explain("", -signal.SIGTERM, "x.txt")["status"] == "stopped"
     for output, code in [(memory, 1), ("Killed", -9)]:
-        assert measure.explain(output, code, "x.txt") == dict(status="skipped", reason="out of memory")
+        assert child_run.explain(output, code, "x.txt") == dict(status="skipped", reason="out of memory")
     told = "device     1 × cpu\nerror (rank 1): no train shards in x\nlater"
-    assert measure.explain(told, 1, "x.txt") == dict(status="skipped", reason="no train shards in x")
-    bug = measure.explain("Traceback\n  ...\nTypeError: bad operand\n", 1, "x.txt")
+    assert child_run.explain(told, 1, "x.txt") == dict(status="skipped", reason="no train shards in x")
+    bug = child_run.explain("Traceback\n  ...\nTypeError: bad operand\n", 1, "x.txt")
     assert bug["status"] == "failed" and "TypeError: bad operand" in bug["reason"] and "x.txt" in bug["reason"]
     with pytest.raises(UserError, match="1 of 2 runs failed: 01_tf32"):
-        measure.report_failures([dict(status="done", name="00"), dict(status="failed", name="01_tf32")])
+        child_run.report_failures([dict(status="done", name="00"), dict(status="failed", name="01_tf32")])
 
 
 def test_a_run_that_a_signal_stops(corpus, tmp_path):
@@ -207,7 +207,7 @@ def test_a_run_that_a_signal_stops(corpus, tmp_path):
                     os.kill(int(file.read().split()[-1]), signal.SIGTERM)
 
     steps = SETTLING_STEPS + 100000
-    result = measure.measure(
+    result = child_run.measure(
         [*TINY, "--data_dir", str(corpus), "--max_steps", str(steps)], tmp_path, "00", 1, steps, Bar()
     )
     assert result["status"] == "stopped" and "ms" not in result
@@ -243,7 +243,7 @@ def test_defaults_without_a_gpu(monkeypatch):
 
 @pytest.fixture
 def canned(monkeypatch, corpus, tmp_path):
-    """Climb a ladder whose measurements are made up: results(rung's config) stands in for measure.measure."""
+    """Climb a ladder whose measurements are made up: results(rung's config) stands in for child_run.measure."""
 
     def climb(results, **given):
         monkeypatch.chdir(tmp_path)
@@ -275,7 +275,7 @@ def test_the_first_micro_batch_is_halved_until_it_fits(canned, monkeypatch):
     def results(config):
         sizes.append((config.micro_batch_size, config.total_batch_size))
         if config.micro_batch_size > 4:
-            return dict(status="skipped", reason=measure.OUT_OF_MEMORY)
+            return dict(status="skipped", reason=child_run.OUT_OF_MEMORY)
         return done(config, 1000 * len(sizes))
 
     rungs = canned(results, rungs="flash")
@@ -288,7 +288,7 @@ def test_a_rung_that_does_not_fit_or_fails_is_left_out(canned, capsys):
 
     def results(config):
         if config.flash:
-            return dict(status="skipped", reason=measure.OUT_OF_MEMORY)
+            return dict(status="skipped", reason=child_run.OUT_OF_MEMORY)
         if config.pad_vocab:
             return dict(status="failed", reason="exit code 1, a bug")
         return done(config, 3000.0 if config.fused_adamw else 1000.0)

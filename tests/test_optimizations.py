@@ -9,9 +9,8 @@ import pytest
 import torch
 from conftest import ROOT, logged, skip_without_flash4
 
-import availability
 from config import Config
-from kernels import cublaslt, sdpa
+from kernels import cublaslt, needs, sdpa
 from model import GPTConfig
 from optimizations import OPTIMIZATIONS, RUNGS, SWITCHES, readme_table, turn_off_unavailable
 from parallel.process_group import Distributed
@@ -212,7 +211,7 @@ def test_where_flash_attention_4_is_available(monkeypatch, name, capability, fla
 def test_where_tuned_gemms_are_available(monkeypatch, capability, flags, reason):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "some GPU")
-    monkeypatch.setattr(availability.cublaslt, "missing", lambda: None)
+    monkeypatch.setattr(needs.cublaslt, "missing", lambda: None)
     monkeypatch.setattr(sdpa, "missing", lambda *_: None)
     distributed = Distributed(0, 2, torch.device("cuda"), tensor=flags.get("tensor", 1))
     config, notes = turn_off_unavailable(Config(**flags), distributed)
@@ -241,10 +240,10 @@ def test_cudnn_attention_is_for_the_gpus_where_it_is_fast(monkeypatch, name, cap
 @pytest.mark.parametrize("backend, packed", [("efficient", True), ("cudnn", False)])
 def test_backends_without_documents(backend, packed):
     flags = dict(attention_backend=backend, packed_qkv=packed, mask_documents=True)
-    reason = availability.attention_backend(Config(**flags), Distributed(0, 1, torch.device("cuda")))
+    reason = needs.attention_backend(Config(**flags), Distributed(0, 1, torch.device("cuda")))
     assert reason == "--mask_documents runs on FlashAttention or packed_qkv"
 
 
 def test_a_sharded_run_on_one_rank_is_ddp():
-    reason = availability.bf16_gpu(Config(autocast="bf16", parallel="zero3"), Distributed(0, 1, torch.device("cpu")))
+    reason = needs.bf16_gpu(Config(autocast="bf16", parallel="zero3"), Distributed(0, 1, torch.device("cpu")))
     assert reason.startswith("with ddp it is for GPUs")

@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from checkpoints import load, resume, save
 from common.cli import UserError
+from common.dtensors import fill, full_tensor
 from common.files import digest
 from config import Config, flags_that_matter
 from data.tokenizer import VOCAB_SIZE
@@ -37,7 +38,7 @@ def make(layout="ddp"):
     with torch.device("meta"):
         model = GPT(SIZES)
     fsdp.place(model, Config(parallel=layout, autocast="off"), ALONE)
-    model.init_weights(fsdp.fill)
+    model.init_weights(fill)
     optimizer = make_optimizer(model, Config())
     for value in named_state(model, optimizer).values():
         value.fill_(1)
@@ -123,11 +124,11 @@ def test_the_plan_says_that_fp8_was_turned_off(checkpoint):
 def assert_untouched(model, optimizer):
     expected = load_weights_of(make()[0])
     assert all(torch.equal(weight, expected[name]) for name, weight in load_weights_of(model).items())
-    assert all((fsdp.full_tensor(value) == 1).all() for value in named_state(model, optimizer).values())
+    assert all((full_tensor(value) == 1).all() for value in named_state(model, optimizer).values())
 
 
 def load_weights_of(model):
-    return {name: fsdp.full_tensor(weight.detach()) for name, weight in model.named_parameters()}
+    return {name: full_tensor(weight.detach()) for name, weight in model.named_parameters()}
 
 
 def test_files_that_are_not_listed_are_not_read(checkpoint, capsys):

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from kernels import inductor, tuned_gemms
+from kernels import compile, tuned_gemms
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 N, K, M = 2048, 512, 2048
@@ -28,7 +28,7 @@ def two_layers(x, w, bias, v):
 
 @pytest.mark.parametrize("dtype, replaced", [(torch.bfloat16, 4), (torch.float32, 0)])
 def test_large_gemms_in_16_bits_are_replaced_in_forward_and_backward(dtype, replaced, tuned_gemms_calls):
-    results = losses_and_gradients(inductor.compile(two_layers, ON), dtype)
+    results = losses_and_gradients(compile.compile(two_layers, ON), dtype)
     # forward, the gradients of x, w and the hidden layer; the second layer's other results are smaller
     assert sorted(tuned_gemms_calls) == sorted([(N, K, M), (N, M, K), (M, N, K), (N, 8, M)][:replaced])
     for one, other in zip(results, losses_and_gradients(two_layers, dtype)):
@@ -38,7 +38,7 @@ def test_large_gemms_in_16_bits_are_replaced_in_forward_and_backward(dtype, repl
 def compare(function, *tensors):
     """The compiled function's result with the function's own."""
     with torch.no_grad():
-        result = inductor.compile(function, ON)(*tensors)
+        result = compile.compile(function, ON)(*tensors)
         torch.testing.assert_close(result.float(), function(*tensors).float(), rtol=2e-2, atol=1e-1)
 
 
@@ -66,6 +66,6 @@ def test_short_gemms_are_left(monkeypatch, tuned_gemms_calls):
 
 
 def test_without_the_flags_nothing_is_replaced(tuned_gemms_calls):
-    assert inductor.compile(two_layers, SimpleNamespace(compile=False, tuned_gemms=True)) is two_layers
-    losses_and_gradients(inductor.compile(two_layers, SimpleNamespace(compile=True, tuned_gemms=False)), torch.bfloat16)
+    assert compile.compile(two_layers, SimpleNamespace(compile=False, tuned_gemms=True)) is two_layers
+    losses_and_gradients(compile.compile(two_layers, SimpleNamespace(compile=True, tuned_gemms=False)), torch.bfloat16)
     assert not tuned_gemms_calls

@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from checkpoints import load, pieces, save
 from common.cli import UserError
+from common.dtensors import fill
 from config import Config
 from model import GPT, GPTConfig
 from optim.optimizer import make_optimizer
@@ -111,7 +112,7 @@ def placed(n_layer, distributed=ALONE, **flags):
         model = GPT(GPTConfig(seq_len=32, n_layer=n_layer, n_head=2, n_embd=32))
     checkpoint_activations(model, config.activation_checkpointing, saved_operators())
     fsdp.place(model, config, distributed)
-    model.init_weights(fsdp.fill)
+    model.init_weights(fill)
     context.split(model, config, distributed)
     return model
 

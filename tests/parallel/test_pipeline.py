@@ -33,7 +33,7 @@ config = replace(config, fused_gelu=False, bf16_residual=False, n_embd=32, seq_l
 config = replace(config, micro_batch_size=2, total_batch_size=64, lr_schedule="constant")
 
 def full(tensor):
-    return fsdp.full_tensor(tensor.detach())
+    return full_tensor(tensor.detach())
 
 for per_rank, layers in ((1, [[0, 1, 2], [3, 4]]), (2, [[0, 2, 3], [1, 4]])):
     whole = build(config, alone, sizes=sizes)

@@ -40,7 +40,7 @@ for trainer in (split, whole):
             trainer.train_forward(x, y).backward()
 for (name, own), (_, expected) in zip(split.model.named_parameters(), whole.model.named_parameters(), strict=True):
     for kind, tensors in (("", (own, expected)), ("gradient of ", (own.grad, expected.grad))):
-        found = fsdp.full_tensor(tensor.in_gpt2_order(name, tensors[0].detach()))
+        found = full_tensor(tensor.in_gpt2_order(name, tensors[0].detach()))
         torch.testing.assert_close(found, tensors[1], rtol=1e-4, atol=1e-7, msg=kind + name)
 assert tensor.in_gpt2_order("c_proj.bias", own) is own
 

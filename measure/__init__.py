@@ -1,0 +1,1 @@
+"""The laboratory: everything that measures and that no run needs."""

@@ -1,0 +1,262 @@
+"""Attention side by side: time and memory of every kernel that this device has, against the sequence length.
+
+    python -m measure.attention                                         # T from 512 to 32,768, heads 64 and 128 wide
+    python -m measure.attention --lengths 1024 4096 --widths 64 --tokens 16384
+    python -m measure.attention --documents 1000                        # within documents, as --mask_documents
+
+Tokens and width C are the same in every measurement, so attention's FLOPs grow with T and the other layers' do not. As
+in the model, q, k and v are views of one (B, T, 3C) tensor, and their gradients become one tensor, so a kernel that
+returns three gradients pays for the copy.
+"""
+
+import common.interrupt  # first: Ctrl-C during the other imports
+
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import sdpa_kernel
+from tqdm import tqdm
+
+from common.cli import UserError, first_line, is_out_of_memory, parse, run
+from common.device import missing_package
+from kernels import flash4
+from kernels.documents import NO_BOUNDARIES, Documents, document_attention, find_hidden, find_offsets
+from kernels.sdpa import BACKENDS
+from measure import figures, roofline
+from measure.child_run import OUT_OF_MEMORY, prepare, save
+from measure.tables import align, markdown_table
+from measure.timing import TimingFlags, dtype_of_activations, forward_and_backward
+from model import GPTConfig, causal_attention
+from parallel.process_group import start_alone
+from watch.hardware import environment, peak_flops
+
+LENGTHS = tuple(512 * 2**i for i in range(7))
+# Backends of F.scaled_dot_product_attention. PyTorch's own FlashAttention is version 2. Besides these: packed_qkv,
+# cuDNN's kernels through its front end, and flash4_backward, the same forward with FlashAttention-4's backward.
+SDPA = dict(efficient="efficient", FlashAttention="flash", cuDNN="cudnn")
+COLUMNS = ("attention", "D", "T", "forward ms", "backward ms", "TFLOP/s", "of roof", "peak GB")
+BYTES_COLUMNS = ("D", "T", "standard", "FlashAttention", "ratio")
+COLUMN_WIDTHS = (16, 4, 6, 11, 12, 8, 8, 8)
+
+
+@dataclass
+class Flags(TimingFlags):
+    """Time every attention kernel that this device has, forward and backward."""
+
+    tokens: int | None = None
+    """Tokens in each measurement, B × T; by default 65,536 on a GPU, 1,024 elsewhere."""
+    lengths: tuple[int, ...] = ()
+    """Sequence lengths T, divisors of --tokens; by default the powers of two from 512 to 32,768, --tokens at most."""
+    widths: tuple[int, ...] = (64, 128)
+    """Widths D of a head, divisors of --n_embd."""
+    n_embd: int = 768
+    """Embedding width C; the number of heads is C / D."""
+    documents: int = 0
+    """Mean length of random documents; a token attends within its own, as with --mask_documents. 0: whole rows."""
+    peak_tflops: float | None = None
+    """The device's dense bf16 peak, for the roof; known for common GPUs."""
+
+
+def main():
+    flags = parse(Flags)
+    device = start_alone(flags.device, "this times one device")
+    if flags.tokens is None:
+        flags.tokens = 65536 if device.type == "cuda" else 1024
+    flags.lengths = tuple(sorted(flags.lengths)) or tuple(T for T in LENGTHS if T <= flags.tokens)
+    check(flags)
+    folder = prepare(flags.log_dir, flags.run_name, "attention", goes_on=False)
+    print(f"results: {folder}/")
+    peaks = roofline.gpu_peaks(device, peak_flops(device, flags.peak_tflops))
+    names = candidates(device, flags)
+    grid = [(name, D, T) for D in flags.widths for T in flags.lengths for name in names]
+    facts = environment(device)
+    results = []
+    print(align(COLUMNS, COLUMN_WIDTHS))
+    with tqdm(total=len(grid), unit="kernel", leave=False, disable=None) as bar:
+        for name, D, T in grid:
+            bar.set_description(f"{name}, D {D}, T {T}")
+            result = dict(name=name, D=D, T=T, facts=facts) | time_kernel(name, D, T, flags, device)
+            results.append(result | rate(result, flags, peaks))
+            bar.write(align(cells(results[-1]), COLUMN_WIDTHS))
+            bar.update()
+            save(folder, "attention", results, markdown(results, flags, device), partial(figures.attention, results))
+    print(f"{folder}/ has attention.md, attention.json and attention.png")
+
+
+def check(flags):
+    """Raises UserError for sizes that cannot be measured."""
+    if not flags.lengths or not flags.widths:
+        raise UserError(f"no sequence length up to {flags.tokens} tokens, or no head width: use --lengths and --widths")
+    if min(flags.tokens, flags.n_embd, flags.repeats, *flags.lengths, *flags.widths) < 1:
+        raise UserError("--tokens, --lengths, --widths, --n_embd and --repeats must be at least 1")
+    if flags.peak_tflops is not None and not flags.peak_tflops > 0:
+        raise UserError(f"--peak_tflops {flags.peak_tflops}: it must be above 0")
+    if flags.documents < 0:
+        raise UserError(f"--documents {flags.documents}: it must be at least 1, or 0 for whole rows")
+    for name, of, whole, parts in (
+        ("tokens", "lengths", flags.tokens, flags.lengths),
+        ("n_embd", "widths", flags.n_embd, flags.widths),
+    ):
+        if wrong := [part for part in parts if whole % part]:
+            raise UserError(f"--{name} {whole} is not a multiple of {wrong[0]}, one of --{of}: change one of the two")
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The kernels
+
+
+def candidates(device, flags):
+    """Names of the kernels to try; a kernel that does not take a size says so when it is measured."""
+    if device.type != "cuda":
+        return ["written out", "FlashAttention"] if device.type == "cpu" else ["written out"]
+    names = ["written out", "FlashAttention"] if flags.documents else ["written out", *SDPA]
+    packed = missing_package("cudnn", "nvidia-cudnn-frontend") is None
+    has_flash4 = flash4.missing() is None
+    names += ["packed_qkv"] * packed + ["FlashAttention-4"] * has_flash4
+    return names + ["flash4_backward"] * (packed and has_flash4)
+
+
+def attend(name, qkv, H, documents):
+    """Causal attention within Documents, (B, T, C) or (B, H, T, D), by one kernel. qkv (B, T, 3C)."""
+    if name in ("packed_qkv", "flash4_backward"):
+        from kernels.attention import packed_qkv  # needs nvidia-cudnn-frontend
+
+        return packed_qkv(qkv, H, documents.offsets, name == "flash4_backward")[0]
+    if documents.offsets is not None:
+        return document_attention(qkv, H, documents.offsets)[0]
+    q, k, v = (part.unflatten(2, (H, -1)).transpose(1, 2) for part in qkv.chunk(3, dim=2))  # (B, H, T, D)
+    if name == "written out":
+        return causal_attention(q, k, v, documents.hidden)
+    if documents.hidden is not None:
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=~documents.hidden)
+    with sdpa_kernel(BACKENDS[SDPA[name.removesuffix("-4")]]):
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+def time_kernel(name, D, T, flags, device):
+    """{status, ...}: "done" with medians forward_ms and backward_ms, and peak_gb on a GPU; else a reason."""
+    try:
+        if name == "FlashAttention-4":
+            torch.nn.attention.activate_flash_attention_impl("FA4")
+        return dict(status="done") | measure(name, D, T, flags, device)
+    except Exception as error:
+        if is_out_of_memory(error):
+            return dict(status="skipped", reason=OUT_OF_MEMORY)
+        refusals = ("No available kernel", "No viable backend", "unsupported", "FlashAttention ")
+        # UserError: cuDNN's front end has no kernel; FlashAttention-4's releases do not all fit PyTorch's call
+        refused = isinstance(error, UserError | ImportError) or any(words in str(error) for words in refusals)
+        if refused or name == "FlashAttention-4":
+            return dict(status="skipped", reason=first_line(error))
+        raise
+    finally:
+        if name == "FlashAttention-4":
+            torch.nn.attention.restore_flash_attention_impl()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+def measure(name, D, T, flags, device):
+    """{forward_ms, backward_ms, peak_gb, share}: share: the part of the causal half within documents."""
+    B, C = flags.tokens // T, flags.n_embd
+    documents, share = NO_BOUNDARIES, 1.0
+    if flags.documents:
+        starts = torch.rand(B, T, generator=torch.Generator().manual_seed(T)) < 1 / flags.documents
+        offsets = find_offsets(starts, True)
+        share = (offsets.diff().double() ** 2).sum().item() / (flags.tokens * T)
+        if device.type != "cuda" or name == "written out":
+            documents = Documents(hidden=find_hidden(starts.to(device), True))
+        else:
+            documents = Documents(offsets=offsets.to(device))
+    dtype = dtype_of_activations(device)
+    qkv = torch.randn(B, T, 3 * C, device=device, dtype=dtype, requires_grad=True)
+
+    def forward():
+        with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
+            return attend(name, qkv, C // D, documents)
+
+    return forward_and_backward(device, forward, [qkv], flags.repeats) | dict(share=share)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What the times mean
+
+
+def rate(result, flags, peaks):
+    """{tflops, of_roof} of forward and backward together; of_roof is None where the device's peaks are unknown.
+
+    The FLOPs are those of flash attention over the causal half of the scores: the same for every kernel, also for
+    those that compute all scores, or backward's scores from memory.
+    """
+    if result["status"] != "done":
+        return {}
+    config = GPTConfig(n_layer=1, n_head=flags.n_embd // result["D"], n_embd=flags.n_embd)
+    flops, least_bytes = roofline.work(config, result["T"], flags.tokens)["attention"]
+    flops *= result["share"]
+    per_second = flops / (1e-3 * (result["forward_ms"] + result["backward_ms"]))
+    roof = peaks and min(peaks[0], peaks[1] * flops / least_bytes)
+    return dict(tflops=per_second / 1e12, of_roof=per_second / roof if roof else None)
+
+
+def predicted_bytes(T, D, tokens, n_embd, on_chip):
+    """Bytes that forward moves in 16 bits, (standard attention, FlashAttention), by the FlashAttention paper's
+    algorithms 0 and 1 (Dao et al. 2022), without a mask. on_chip: bytes of on-chip memory.
+
+    Standard attention reads q and k, writes the scores, reads them, writes the probabilities, reads them and v, writes
+    y: Θ(T·D + T²). FlashAttention reads k and v once, a block of on_chip / 8D rows at a time, and for each block reads
+    q and y and writes y: Θ(T²·D² / on_chip).
+    """
+    matrices = 2 * (tokens // T) * (n_embd // D)  # one per sequence and head, two bytes an element
+    blocks = -(-4 * D * T // (on_chip // 2))
+    return matrices * (4 * T * D + 4 * T * T), matrices * (2 * T * D + 3 * T * D * blocks)
+
+
+def cells(result):
+    texts = [result["name"], str(result["D"]), f"{result['T']:,}"]
+    if result["status"] != "done":
+        return [*texts, result["reason"]]
+    share, peak = result["of_roof"], result["peak_gb"]
+    texts += [f"{result['forward_ms']:.3f}", f"{result['backward_ms']:.3f}", f"{result['tflops']:.4g}"]
+    return [*texts, "–" if share is None else f"{share:.0%}", "–" if peak is None else f"{peak:.2f}"]
+
+
+def measures(result):
+    """{measure: text} of one kernel, for the tables."""
+    if result["status"] != "done":
+        return {}
+    peak, share = result["peak_gb"], result["of_roof"]
+    texts = {
+        "Forward + backward, ms": f"{result['forward_ms']:.2f} + {result['backward_ms']:.2f}",
+        "TFLOP/s, share of the roof": f"{result['tflops']:.4g}" + ("" if share is None else f", {share:.0%}"),
+    }
+    return texts if peak is None else texts | {"Peak memory, GB": f"{peak:.2f}"}
+
+
+def markdown(results, flags, device):
+    """A table for each measure: a row for each D and T, a column for each kernel."""
+    names = list(dict.fromkeys(result["name"] for result in results))
+    rows = list(dict.fromkeys((result["D"], result["T"]) for result in results))
+    found = {(result["name"], result["D"], result["T"]): result for result in results}
+    text = f"{flags.tokens:,} tokens, C = {flags.n_embd}. FLOPs are those of the causal half: 7·T·C a token"
+    text += f", times the share within documents (mean {flags.documents:,} tokens). " if flags.documents else ". "
+    text += "A GB is 2^30 bytes.\n\n"
+    for measure in dict.fromkeys(measure for result in results for measure in measures(result)):
+        table = []
+        for D, T in rows:
+            row = [found[name, D, T] for name in names if (name, D, T) in found]  # the last row may be unfinished
+            table.append([str(D), f"{T:,}", *(measures(result).get(measure) or result["reason"] for result in row)])
+        text += f"{measure}:\n\n{markdown_table(('D', 'T', *names), table)}\n\n"
+    on_chip = device.type == "cuda" and torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor
+    if on_chip and not flags.documents:
+        table = []
+        for D, T in rows:
+            standard, flash = (n / 2**30 for n in predicted_bytes(T, D, flags.tokens, flags.n_embd, on_chip))
+            table.append([str(D), f"{T:,}", f"{standard:.2f}", f"{flash:.2f}", f"{standard / flash:.1f}"])
+        text += "GB that forward moves by the FlashAttention paper's algorithms 0 and 1, without a mask, for "
+        text += f"{on_chip // 1024} KB of shared memory:\n\n{markdown_table(BYTES_COLUMNS, table)}"
+    return text.rstrip()
+
+
+if __name__ == "__main__":
+    run(main)

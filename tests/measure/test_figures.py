@@ -1,0 +1,93 @@
+from measure import figures, tables
+from measure.to_loss import Curve
+
+FACTS = dict(n_layer=1, n_embd=8, hardware="a GPU", torch="2", world_size=1)
+
+
+def rung(name, rate, spread=0.01):
+    return dict(
+        rung=name,
+        status="done",
+        ms=1.0,
+        tokens_per_sec=rate,
+        mfu=None,
+        spread=spread,
+        peak_gb=1.0,
+        mj_per_token=None if name == "baseline" else 1.1749,
+        loss=9.0,
+        facts=FACTS,
+    )
+
+
+def draw(monkeypatch, function, *arguments):
+    """The (figure, axes) that a function draws."""
+    drawn = []
+    real = figures.new_figure
+    monkeypatch.setattr(figures, "new_figure", lambda *a, **k: drawn.append(real(*a, **k)) or drawn[-1])
+    function(*arguments)
+    return drawn[0]
+
+
+def test_a_ladder_has_one_unit_and_marks_uneven_steps(tmp_path, monkeypatch):
+    results = [rung("baseline", 44_332), rung("+ tf32", 1_167_250, spread=0.45)]
+    _, (speed, _) = draw(monkeypatch, figures.ladder, results, tmp_path / "ladder.png")
+    assert [text.get_text().split()[0] for text in speed.texts] == ["44.3k", "1,167k"]
+    names = [label.get_text() for label in speed.get_yticklabels()]
+    assert names == ["baseline", "+ tf32\nuneven steps: 45%"]
+    lines = tables.markdown(results).splitlines()
+    assert lines[2].startswith("| baseline | 1.00 | 44,332 |") and lines[2].endswith("| 1.00 | – | 9.0000 |")
+    assert lines[3].startswith("| + tf32 | 1.00 (uneven steps: 45%) | 1,167,250 |") and "| 1.00 | 1.17 |" in lines[3]
+    sweep = tables.sweep_markdown(dict(lr=[1]), [results[1] | dict(cell=dict(lr=1))])
+    assert "| 1 | 1.00 (uneven steps: 45%) |" in sweep
+
+
+def test_memory_is_stacked_where_it_was_measured(tmp_path, monkeypatch):
+    memory = dict(weights=0.25, optimizer_states=0.5)
+    results = [rung("baseline", 1000), rung("+ tf32", 2000) | dict(memory_gb=memory)]
+    _, (_, ax) = draw(monkeypatch, figures.ladder, results, tmp_path / "ladder.png")
+    plain, *parts = ax.containers
+    assert [bar.get_width() for bar in plain] == [1.0, 1.0]
+    stacked = {bars.get_label(): (bar.get_x(), bar.get_width()) for bars in parts for bar in bars}
+    assert stacked == {"weights": (0, 0.25), "optimizer states": (0.25, 0.5), "other": (0.75, 0.25)}
+    assert {bar.get_y() for bars in parts for bar in bars} == {plain[1].get_y()}
+    assert [text.get_text() for text in ax.get_legend().get_texts()] == list(stacked)
+
+
+def test_a_heat_map_compares_cells_of_the_same_model(tmp_path, monkeypatch):
+    rates = {("gpt2", "ddp"): 600e3, ("gpt2", "zero3"): 300e3, ("gpt2-xl", "ddp"): None, ("gpt2-xl", "zero3"): 50e3}
+    results = []
+    for (model, parallel), rate in rates.items():
+        cell = dict(parallel=parallel, model=model)
+        lost = dict(status="skipped", reason="out of memory", cell=cell)
+        facts = dict(FACTS, world_size=2)
+        spread = 0.45 if parallel == "zero3" else 0.01
+        results.append(rung("", rate, spread) | dict(cell=cell, facts=facts) if rate else lost)
+    axes = dict(parallel=["ddp", "zero3"], model=["gpt2", "gpt2-xl"])
+    _, (ax,) = draw(monkeypatch, figures.heat_map, axes, results, tmp_path / "sweep.png")
+    texts = [text.get_text() for text in ax.texts]
+    assert [text.split("\n")[1] for text in texts] == [
+        "1.00 × the best",
+        "0.50 × the best",
+        "memory",
+        "1.00 × the best",
+    ]
+    assert [text.endswith("uneven: 45%") for text in texts] == [False, True, False, True]
+    assert ax.get_title("left").endswith("\nGPT-2; 2 × a GPU, PyTorch 2")
+    done = sorted((r for r in results if r["status"] == "done"), key=lambda r: -r["tokens_per_sec"])
+    assert tables.winners(done) == [
+        "parallel ddp, model gpt2 wins: 600,000 tok/s, 2.000 × the next (parallel zero3, model gpt2), "
+        "2.00 × the slowest",
+        "parallel zero3, model gpt2-xl wins: 50,000 tok/s",
+    ]
+
+
+def test_rates_below_a_thousand_are_not_rounded():
+    assert [figures.rate_text(rate, least=812.3) for rate in (812.3, 3412.0)] == ["812", "3,412"]
+    assert figures.rate_text(3412.0, least=1000.0) == "3.4k"
+
+
+def test_the_target_of_a_time_to_loss_is_named_beside_the_curves(tmp_path, monkeypatch):
+    curve = Curve([0, 100, 200], [0.0, 1.0, 2.0], [10.0, 7.0, 6.0])
+    _, (ax,) = draw(monkeypatch, figures.time_to_loss, {"first": [curve]}, 6.0, FACTS, tmp_path / "to_loss.png")
+    (text,) = ax.texts
+    assert "6.000" in text.get_text() and text.get_position() == (1.01, 6.0)  # in widths of the axes: outside

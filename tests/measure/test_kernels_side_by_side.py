@@ -1,0 +1,72 @@
+"""Cross-entropy, GELU and LayerNorm at every level of the device: the same operation, and what its time means."""
+
+import json
+
+import pytest
+import torch
+from conftest import expect_error
+from test_figures import FACTS, draw
+
+from measure import figures, kernels
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+SMALL = "--tokens 40 --n_embd 24 --vocab_size 301 --repeats 1 --run_name levels".split()
+LEVELS = ["eager", "library"] if DEVICE.type == "cpu" else list(kernels.LEVELS["cross_entropy"])
+
+
+@pytest.mark.parametrize("kernel", kernels.LEVELS)
+@pytest.mark.parametrize("level", LEVELS)
+def test_every_level_computes_the_same(monkeypatch, kernel, level):
+    if level not in kernels.LEVELS[kernel] or kernels.missing(level, DEVICE):
+        pytest.skip("not here")
+    monkeypatch.setattr(kernels, "dtype_of_activations", lambda device: torch.float32)
+    leaves, others = kernels.make_inputs(kernel, kernels.Flags(tokens=40, n_embd=24, vocab_size=301), DEVICE)
+    exact = [leaf.detach().double().requires_grad_() for leaf in leaves]
+    reference = dict(
+        cross_entropy=torch.nn.functional.cross_entropy,
+        gelu=lambda x: torch.nn.functional.gelu(x, approximate="tanh"),
+        layer_norm=lambda x, weight, bias: torch.nn.functional.layer_norm(x, (24,), weight, bias, 1e-5),
+    )[kernel]
+    expected = reference(*exact, *others)
+    result = kernels.function_of(kernel, level)(*leaves, *others)
+    torch.testing.assert_close(result.double(), expected, rtol=1e-5, atol=1e-5)
+    if result.requires_grad:
+        gradient = torch.randn_like(expected) if expected.dim() else torch.ones_like(expected)
+        expected.backward(gradient)
+        result.backward(gradient.to(result.dtype))
+        for leaf, other in zip(leaves, exact):
+            torch.testing.assert_close(leaf.grad.double(), other.grad, rtol=1e-4, atol=1e-5)
+
+
+def test_it_measures_the_levels_of_the_device(command, tmp_path):
+    some = ["--device", "cpu", "--kernel", "gelu", "cross_entropy", "--levels", "eager", "library", "triton"]
+    done = command("measure/kernels.py", *SMALL, *some)
+    assert done.returncode == 0, done.stdout + done.stderr
+    folder = tmp_path / "log" / "levels"
+    results = json.loads((folder / "kernels.json").read_text())["results"]
+    assert [(r["name"], r["level"], r["status"]) for r in results] == [
+        *[("gelu", level, "done") for level in ("eager", "library")],
+        *[("cross_entropy", level, "done") for level in ("eager", "library")],
+        ("cross_entropy", "triton", "skipped"),
+    ]
+    # float32: GELU's x, y, x, dy, dx; the logits and their gradient
+    for result, moved in zip(results, [4 * 5 * 40 * 4 * 24] * 2 + [4 * 2 * 40 * 301] * 2):
+        seconds = 1e-3 * (result["forward_ms"] + result["backward_ms"])
+        assert result["gb_per_s"] * 1e9 * seconds == pytest.approx(moved)
+    table = (folder / "kernels.md").read_text()
+    assert "| cross_entropy | triton | skipped: it is for GPUs, not cpu |" in table and "float32" in table
+    assert (folder / "kernels.png").stat().st_size > 5_000
+    expect_error(command("measure/kernels.py", *SMALL, "--kernel", "gelu", "--levels", "liger"), "no operation has")
+
+
+def test_a_table_and_a_figure_against_memory_bandwidth(tmp_path, monkeypatch):
+    eager = dict(name="cross_entropy", level="eager", status="done", forward_ms=30.0, backward_ms=10.0, facts=FACTS)
+    eager |= dict(gb_per_s=400.0, of_bandwidth=0.1, peak_gb=60.0)
+    triton = eager | dict(level="triton", forward_ms=5.0, backward_ms=0.0, gb_per_s=3200.0, of_bandwidth=0.8)
+    failed = dict(name="cross_entropy", level="liger", status="skipped", reason="out of memory")
+    results = [eager, triton, failed]
+    row = ["cross_entropy", "triton", "5.000", "–", "3,200.0", "80%", "8.00", "60.00"]
+    assert kernels.cells(triton, results) == row and kernels.cells(triton, [triton])[6] == "–"
+    _, (ax,) = draw(monkeypatch, figures.kernels, results, 4e12, tmp_path / "kernels.png")
+    assert [bar.get_width() for bar in ax.patches] == [400.0, 3200.0]
+    assert ax.lines[0].get_xdata()[0] == 4000.0 and ax.get_xlim()[1] > 4000

@@ -1,0 +1,369 @@
+"""Plans against the measurements of docs/scaling.md and docs/benchmarks.md, and against what is known by counting."""
+
+import shlex
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+
+import ladder
+from common.cli import UserError, parse
+from config import Config, defaults, set_sizes
+from data.tokenizer import VOCAB_SIZE
+from measure import planner
+from measure.step_time import COPIES, Cluster, step_time
+from model import GPT, GPTConfig
+from optim.optimizer import make_optimizer, named_state
+from parallel.memory import bytes_of_activations, count_params, step_memory
+from parallel.pipeline import blocks_in_flight
+from parallel.process_group import Distributed
+
+GPU = torch.device("cuda")
+GB = 2**30
+LARGE = dict(n_layer=32, n_head=32, n_embd=4096)  # 6.7B
+FULL = dict(LARGE, activation_checkpointing="full")
+WITHOUT_EVALUATIONS = dict(val_every=0, hellaswag_every=0)
+
+
+def sized(**flags):
+    config = Config(**flags)
+    set_sizes(config, None, None)
+    config.bf16_residual = True
+    return config
+
+
+def cluster(gpus, machine=8, network=400e9, link=300e9):
+    return Cluster(gpus, min(gpus, machine), 989.4e12, 0.54, link, network)
+
+
+def estimate(gpus, link=300e9, **flags):
+    """(StepMemory, tokens/sec)"""
+    config = sized(**WITHOUT_EVALUATIONS, **flags)
+    sizes = (config.tensor, config.context, config.pipeline)
+    distributed = Distributed(0, gpus, GPU, *sizes)
+    rate = config.total_batch_size / step_time(config, distributed, cluster(gpus, link=link)).total
+    return step_memory(config, distributed), rate
+
+
+def plan(gpus, memory=80, given=(), machine=8, network=400e9, **flags):
+    """(all Layouts that fit, the chosen one)"""
+    of = cluster(gpus, machine, network)
+    layouts, _ = planner.find_layouts(sized(**flags), of, memory * GB, given)
+    best = planner.choose(layouts, memory * GB, given)
+    return planner.alternatives(layouts, memory * GB, best), best
+
+
+def test_gradients_that_would_accumulate_in_bf16_are_not_planned():
+    flags = dict(bf16_gradients=True, parallel="hsdp", shard_ranks=2, micro_batch_size=1)
+    given = {"parallel", "tensor", "context", "pipeline"}
+    assert planner.find_layouts(sized(**flags, total_batch_size=8 * 1024), cluster(8), 80 * GB, given)[0]
+    with pytest.raises(UserError, match="would also accumulate 2 micro-batches in bf16"):
+        planner.find_layouts(sized(**flags, total_batch_size=16 * 1024), cluster(8), 80 * GB, given)
+
+
+def test_memory_and_speed_are_those_measured():
+    xl = dict(model="gpt2-xl", total_batch_size=262144, micro_batch_size=32)
+    rates = []
+    small, half = dict(micro_batch_size=64), dict(micro_batch_size=32)
+    for gpus, flags, gb, rate in (
+        (1, small, 21.4, 596300),
+        (1, half, 12.3, 0.965 * 596300),
+        (1, dict(small, activation_checkpointing="selective"), 14.5, 571800),
+        (1, dict(small, activation_checkpointing="full"), 5.3, 485200),
+        (2, small, 21.4, 1172100),
+        (4, small, 21.9, 2321200),
+        (2, dict(small, parallel="zero2"), 20.6, 1142400),
+        (2, dict(small, parallel="zero3"), 20.5, 1128800),
+        (1, xl, 102.9, 53800),
+        (2, xl, 102.9, 106000),
+        (2, dict(xl, parallel="zero2"), 91.6, 103500),
+        (2, dict(xl, parallel="zero3"), 88.8, 101600),
+        (4, dict(xl, parallel="zero3"), 83.3, 202000),
+        (1, dict(FULL, total_batch_size=16384, micro_batch_size=8), 125.4, 10670),
+        (2, dict(FULL, total_batch_size=32768, micro_batch_size=8), 125.4, 19550),
+        (2, dict(FULL, total_batch_size=131072, micro_batch_size=64, parallel="zero2"), 77.0, 22640),
+        (2, dict(FULL, total_batch_size=131072, micro_batch_size=64, parallel="zero3"), 66.2, 22540),
+        (4, dict(FULL, total_batch_size=131072, micro_batch_size=32, parallel="zero3"), 35.1, 41300),
+    ):
+        memory, estimated = estimate(gpus, **flags)
+        assert memory.peak / GB == pytest.approx(gb, rel=0.05), flags
+        assert estimated == pytest.approx(rate, rel=0.2 if "n_embd" in flags else 0.05), flags
+        if gpus == 2:
+            rates.append((estimated, rate))
+    # ddp, zero2 and zero3 of each model on two GPUs are in the measured order
+    for of_model in (rates[i : i + 3] for i in range(0, 9, 3)):
+        assert sorted(of_model) == sorted(of_model, key=lambda pair: pair[1])
+    assert len(rates) == 9
+
+
+def test_long_sequences_are_as_fast_as_measured():
+    """On H100s; attention's rate is fitted to these."""
+    for gpus, T, flags, gb, rate in (
+        (1, 8192, dict(micro_batch_size=16), 41.08, 389200),
+        (2, 8192, dict(micro_batch_size=8), 22.03, 746100),
+        (2, 32768, dict(micro_batch_size=2), 22.31, 342400),
+        (2, 262144, dict(micro_batch_size=1, context=2), 46.74, 55000),
+    ):
+        memory, estimated = estimate(gpus, seq_len=T, total_batch_size=max(T, 131072), **flags)
+        assert memory.peak / GB == pytest.approx(gb, rel=0.05), flags
+        assert estimated == pytest.approx(rate, rel=0.04), flags
+
+
+def test_averaging_over_slow_links_takes_what_was_measured():
+    """On two H200s over TCP, at 4.5 GB/s."""
+    overlap, halved = dict(overlap_gradients=True), dict(bf16_gradients=True)
+    for flags, rate in (({}, 972200), (halved, 1085800), (overlap, 1102700), (dict(overlap, **halved), 1149100)):
+        assert estimate(2, link=4.5e9, micro_batch_size=128, **flags)[1] == pytest.approx(rate, rel=0.02), flags
+
+
+# --tensor turns these off
+TENSOR = dict(tensor=2, fused_cross_entropy=False, fused_gelu=False)
+
+
+def test_measurements_to_which_no_formula_is_fitted():
+    """(GPUs, flags, peak GB, tokens/sec), each group from the fastest mode to the slowest, but for those within 2%."""
+    small, long = dict(micro_batch_size=128), dict(seq_len=32768, total_batch_size=131072)
+    longer = dict(seq_len=8192, total_batch_size=131072)
+    half, xl = dict(micro_batch_size=64), dict(model="gpt2-xl", total_batch_size=131072)
+    large = dict(FULL, seq_len=4096, total_batch_size=65536)
+    of_others, zero3 = dict(total_batch_size=262144), dict(parallel="zero3")
+    medium, gpt2_large = dict(model="gpt2-medium", micro_batch_size=64), dict(model="gpt2-large", micro_batch_size=32)
+    for rows in (
+        ((1, small, 41.02, 597900),),
+        ((1, dict(of_others, **medium), 55.46, 225800),),
+        ((1, dict(of_others, **gpt2_large), 59.67, 102500),),
+        ((1, dict(of_others, model="gpt2-xl", micro_batch_size=16), 65.50, 50500),),
+        (
+            (2, small, 41.48, 1168100),
+            (2, dict(small, **zero3), 39.91, 1114300),
+            (2, dict(half, pipeline=2, stages_per_rank=2), 35.22, 1019200),
+            (2, dict(half, pipeline=2), 27.62, 1011800),
+            (2, dict(small, context=2), 23.08, 908100),
+            (2, dict(small, **TENSOR), 52.50, 671900),
+        ),
+        (
+            (2, dict(long, context=2, micro_batch_size=4), 23.44, 316000),
+            (2, dict(long, **TENSOR, micro_batch_size=4), 52.51, 283200),
+        ),
+        (
+            (2, small, 40.73, 1223200),
+            (2, dict(small, **zero3), 39.16, 1178900),
+            (2, dict(half, pipeline=2, stages_per_rank=2), 34.86, 1058600),
+            (2, dict(half, pipeline=2), 27.21, 1061100),
+            (2, dict(small, context=2), 22.66, 974700),
+            (2, dict(small, **TENSOR), 52.50, 748500),
+        ),
+        (
+            (2, dict(longer, micro_batch_size=8), 21.62, 757600),
+            (2, dict(longer, **zero3, micro_batch_size=8), 20.32, 738900),
+            (2, dict(longer, context=2, micro_batch_size=16), 22.74, 661600),
+            (2, dict(longer, pipeline=2, stages_per_rank=2, micro_batch_size=2), 8.83, 626900),
+            (2, dict(longer, pipeline=2, micro_batch_size=2), 7.30, 628500),
+            (2, dict(longer, **TENSOR, micro_batch_size=16), 52.29, 543900),
+        ),
+        (
+            (2, dict(long, micro_batch_size=2), 21.90, 348800),
+            (2, dict(long, **zero3, micro_batch_size=2), 20.46, 341800),
+            (2, dict(long, context=2, micro_batch_size=4), 23.02, 324500),
+            (2, dict(long, **TENSOR, micro_batch_size=4), 52.51, 293300),
+            (2, dict(long, pipeline=2, stages_per_rank=2, micro_batch_size=1), 14.11, 283600),
+            (2, dict(long, pipeline=2, micro_batch_size=1), 11.43, 267400),
+        ),
+        (
+            (2, dict(xl, **zero3, micro_batch_size=16), 51.16, 90180),
+            (2, dict(xl, pipeline=2, micro_batch_size=16), 54.52, 90210),
+            (2, dict(xl, **zero3, context=2, micro_batch_size=32), 53.89, 78960),
+        ),
+        (
+            (2, dict(large, **zero3, micro_batch_size=8), 56.88, 20400),
+            (2, dict(large, **zero3, context=2, micro_batch_size=16), 57.13, 18790),
+            (2, dict(large, **TENSOR, micro_batch_size=4), 62.57, 18300),
+            (2, dict(large, pipeline=2, micro_batch_size=2), 61.94, 18050),
+        ),
+        *(
+            [(2, dict(of_others, parallel=mode, **sizes), gb, rate) for mode, gb, rate in modes]
+            for sizes, modes in (
+                (small, (("ddp", 41.48, 1162900), ("zero2", 39.97, 1119000), ("zero3", 39.91, 1114200))),
+                (medium, (("ddp", 56.79, 438700), ("zero2", 53.02, 426900), ("zero3", 52.50, 419800))),
+                (gpt2_large, (("ddp", 62.55, 199200), ("zero2", 53.89, 193300), ("zero3", 52.64, 189200))),
+            )
+        ),
+    ):
+        estimates = [estimate(gpus, **flags) for gpus, flags, _, _ in rows]
+        for (memory, estimated), (_, flags, gb, rate) in zip(estimates, rows):
+            assert memory.peak / GB == pytest.approx(gb, rel=0.07), flags
+            assert estimated == pytest.approx(rate, rel=0.2 if "tensor" in flags or "n_embd" in flags else 0.09), flags
+        rates = [rate for _, rate in estimates]
+        assert rates == sorted(rates, reverse=True)
+
+
+def test_memory_speed_and_order_of_split_models_are_those_measured():
+    """On two GPUs; each model's modes from the fastest to the slowest."""
+    xl = dict(model="gpt2-xl", total_batch_size=262144, micro_batch_size=32)
+    large = dict(FULL, seq_len=4096, total_batch_size=131072)
+    for rows in (
+        (
+            (dict(micro_batch_size=64), 21.95, 1197259),
+            (dict(micro_batch_size=64, pipeline=2), 27.62, 1068483),
+            (dict(micro_batch_size=64, context=2), 13.36, 940087),
+            (dict(micro_batch_size=64, **TENSOR), 26.86, 709265),
+        ),
+        ((dict(xl, parallel="zero3"), 88.89, 101670), (dict(xl, pipeline=2), 94.39, 95029)),
+        (
+            (dict(large, micro_batch_size=16, parallel="zero3"), 69.88, 21063),
+            (dict(large, micro_batch_size=32, **TENSOR), 91.88, 19934),
+            (dict(large, micro_batch_size=4, pipeline=2), 65.82, 18858),
+        ),
+    ):
+        estimates = [estimate(2, **flags) for flags, _, _ in rows]
+        for (memory, estimated), (flags, gb, rate) in zip(estimates, rows):
+            assert memory.peak / GB == pytest.approx(gb, rel=0.07), flags
+            assert estimated == pytest.approx(rate, rel=0.25 if "n_embd" in flags else 0.1), flags
+        rates = [rate for _, rate in estimates]
+        assert rates == sorted(rates, reverse=True)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize("adamw_states", ["float32", "int8"])
+def test_optimizer_states_take_what_is_estimated(optimizer, adamw_states):
+    sizes = dict(n_layer=4, n_head=4, n_embd=256)
+    flags = dict(optimizer=optimizer, adamw_states=adamw_states, compile=False)
+    config = sized(seq_len=64, micro_batch_size=1, **flags, **sizes)
+    model = GPT(GPTConfig(seq_len=64, **sizes))
+    states = named_state(model, make_optimizer(model, config)).values()
+    estimated = step_memory(config, Distributed(0, 1, torch.device("cpu"))).states
+    assert sum(tensor.nbytes for tensor in states) == pytest.approx(estimated, rel=0.02)
+
+
+def test_evaluations_have_all_logits_and_no_chunk_of_the_fused_cross_entropy():
+    config = sized(micro_batch_size=64, activation_checkpointing="full")
+    assert sum(bytes_of_activations(config)) == 64 * 1024 * VOCAB_SIZE * 2
+
+
+def test_a_pipelines_last_rank_has_the_logits():
+    config = sized(model="gpt2-xl", micro_batch_size=8, pipeline=4, fused_cross_entropy=False, **WITHOUT_EVALUATIONS)
+    assert blocks_in_flight(config) == [4 * 12, 3 * 13, 2 * 13, 10]
+    assert bytes_of_activations(config)[1] == 0  # they are less than what the first rank has beyond the last
+    config.activation_checkpointing = "full"
+    assert sum(bytes_of_activations(config)) > 8 * 1024 * VOCAB_SIZE * 2.7
+    # interleaved, stages of 3 and 4 blocks on one rank, of 3 and 2 on the other
+    assert blocks_in_flight(sized(seq_len=8192, pipeline=2, stages_per_rank=2)) == [3 * 3 + 2 * 4, 2 * 3 + 1 * 2]
+
+
+def test_memory_by_purpose():
+    config = dict(model="gpt2-xl", micro_batch_size=4)
+    params = count_params(sized(**config))
+    ddp, zero2, zero3 = (estimate(8, **config, parallel=mode)[0] for mode in ("ddp", "zero2", "zero3"))
+    assert ddp.states == 8 * params and zero2.states == zero3.states == params
+    assert ddp.gradients == 4 * params and ddp.weights == 6 * params
+    assert zero2.weights == pytest.approx(4 / 8 * params + 2 * params) and zero3.weights < zero2.weights / 2
+    for memory in (zero2, zero3):  # with accumulation everything exists at the same time
+        parts = memory.weights + memory.gradients + memory.states + memory.activations + memory.logits
+        assert memory.peak == memory.in_backward == parts
+    tensor, context, pipeline = (
+        estimate(8, **config, **{name: n})[0] for name, n in (("tensor", 5), ("context", 2), ("pipeline", 4))
+    )
+    assert tensor.states == ddp.states / 5 and context.states == ddp.states
+    assert ddp.activations / 2 < context.activations < 0.6 * ddp.activations
+    assert pipeline.states < 0.4 * ddp.states
+
+
+def test_bytes_on_the_links():
+    """What the docstring of step_time.py says, of three micro-batches."""
+    config = sized(model="gpt2-xl", micro_batch_size=4)
+    params = count_params(config)
+
+    def sent(gpus, **flags):
+        distributed = Distributed(0, gpus, GPU, flags.get("tensor", 1), flags.get("context", 1))
+        new = replace(config, **flags, total_batch_size=3 * 4 * 1024 * distributed.data_size)
+        return pytest.approx(step_time(new, distributed, cluster(gpus, network=50e9)).sent, rel=0.02)
+
+    assert sent(8) == 2 * 7 / 8 * 4 * params / 300e9
+    assert sent(8, bf16_gradients=True) == 2 * 7 / 8 * 2 * params / 300e9
+    assert sent(16) == 2 * 7 / 8 * 4 * params / 300e9 + 2 * 1 / 2 * 4 * params / 50e9
+    assert sent(8, parallel="zero2") == 7 / 8 * (2 + 3 * 4) * params / 300e9
+    assert sent(8, parallel="zero3") == 7 / 8 * 3 * (2 + 2 + 4) * params / 300e9
+    hsdp = 7 / 8 * 3 * (2 + 2 + 4) * params / 300e9 + 2 * 1 / 2 * 4 * params / 50e9
+    assert sent(16, parallel="hsdp", shard_ranks=8) == hsdp
+    x = COPIES * 2 * 4 * 1024 * 1600  # a micro-batch's residual stream in bytes, and its copies
+    assert sent(4, tensor=4) == 3 * (8 * 48 + 4) * (3 / 4 * x / 300e9 + 20e-6)
+    # half of the tokens are on each rank of a pair; gradients are averaged over all four ranks
+    exchanged = 3 * 48 * (8 * 1 / 2 * x / 2 / 300e9 + 4 * 20e-6)
+    assert sent(4, context=2) == exchanged + 2 * 3 / 4 * 4 * params / 300e9
+
+
+def test_what_is_known_of_modes():
+    modes, best = plan(8)
+    assert planner.describe(best) == "ddp" and best.config.micro_batch_size == 64
+    alone = [planner.describe(layout) for layout in modes if not layout.splits]
+    assert alone == ["ddp", "zero2", "zero3"]  # measured; in one machine hsdp is zero3
+    assert all(layout.time.total > best.time.total for layout in modes if layout.splits)
+    modes, best = plan(8, **LARGE)
+    names = [planner.describe(layout) for layout in modes]
+    assert "zero2" in names and "zero3" in names and "ddp" not in names and best.config.parallel == "zero2"
+    modes, best = plan(8, memory=26, **LARGE)  # weights gathered for a step would not fit
+    assert [planner.describe(layout).split(",")[0] for layout in modes if not layout.splits] == ["zero3"]
+    # with several micro-batches, hsdp sends least of the sharded modes between machines
+    modes, best = plan(32, network=12.5e9, total_batch_size=2**21, micro_batch_size=4, **LARGE)
+    times = {layout.config.parallel: layout.time.total for layout in modes if not layout.splits}
+    assert times["hsdp"] < times["zero2"] < times["zero3"]
+    # one sequence of 131,072 tokens takes more than a GPU
+    long = dict(seq_len=131072, total_batch_size=2**20, model="gpt2-large", **WITHOUT_EVALUATIONS)
+    _, best = plan(8, memory=40, activation_checkpointing="selective", given=("activation_checkpointing",), **long)
+    assert best.config.context > 1 or best.config.tensor > 1
+
+
+def test_the_command_is_one_that_a_run_takes(monkeypatch, capsys):
+    flags = "--plan --model gpt2-xl --gpus 16 --memory 80 --parallel hsdp --lr 1e-4".split()
+    monkeypatch.setattr(sys, "argv", ["ladder.py", *flags])
+    ladder.main()
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == (
+        "1,557M parameters, 524,288 tokens a step in sequences of 1,024, on 16 × H100 with 80 GB, 2 machines of 8"
+    )
+    rows = [line for line in lines if line.startswith("hsdp")]
+    assert len(rows) > 1 and not any(line.startswith(("ddp", "zero")) for line in lines)
+    assert "estimate" in "".join(lines) and [line[:2] for line in lines[-4:-1]] == ["1.", "2.", "3."]
+    launcher, _, arguments = lines[-1].partition("train_gpt2.py")
+    assert launcher.startswith("torchrun --nnodes=2 --nproc_per_node=8 ")
+    monkeypatch.setattr(sys, "argv", ["train_gpt2.py", *shlex.split(arguments)])
+    config = parse(Config, default=defaults(sys.argv))
+    assert (config.model, config.parallel, config.lr, config.micro_batch_size) == ("gpt2-xl", "hsdp", 1e-4, 16)
+
+
+@pytest.mark.parametrize(
+    "gpus, layout", [(8, "--parallel zero2 --tensor 4 --pipeline 2"), (4, "--parallel zero2 --tensor 4")]
+)
+def test_a_layout_that_is_given_is_planned(monkeypatch, capsys, tmp_path, gpus, layout):
+    """Also where one rank is left to shard over: a run takes it; and in a file of flags."""
+    words = layout.replace("--", "").split()
+    (tmp_path / "flags.yaml").write_text("".join(f"{n}: {value}\n" for n, value in zip(words[::2], words[1::2])))
+    for given in (layout.split(), ["--config", str(tmp_path / "flags.yaml")]):
+        monkeypatch.setattr(sys, "argv", ["ladder.py", "--plan", "--gpus", str(gpus), *given])
+        ladder.main()
+        assert capsys.readouterr().out.splitlines()[-1].endswith(layout)
+
+
+def test_a_plan_that_is_impossible(monkeypatch):
+    large = " ".join(f"--{name} {value}" for name, value in LARGE.items())
+    for flags, words in (
+        (
+            f"{large} --gpus 1",
+            "nothing fits 80 GB a GPU: the least, ddp, takes 123.9 GB: use more --gpus, or a smaller",
+        ),
+        ("--gpus 0", "--gpus 0: it must be above 0"),
+        ("--gpus 12", "--gpus 12 is not a multiple of --gpus_per_machine 8"),
+        ("--gpu Abacus", "--gpu Abacus: known are B200, H100"),
+        ("--mfu 50", "0.5 for 50%"),
+        ("--fp8", "leave out --fp8"),
+        ("--init_from gpt2", "leave out --init_from"),
+        ("--tensor 5", "--tensor 5 does not divide 12 attention heads"),
+        ("--total_batch_size 1000", "--total_batch_size 1000 cannot be divided"),
+        ("--parallel ddp --memory 0.4", "leave out --parallel"),
+        ("--gpus 1 --parallel zero3", "--parallel zero3 needs several GPUs"),
+    ):
+        monkeypatch.setattr(sys, "argv", ["ladder.py", "--plan", *flags.split()])
+        with pytest.raises(UserError) as error:
+            ladder.main()
+        assert words in str(error.value) and "\n" not in str(error.value)

@@ -1,0 +1,86 @@
+import json
+from types import SimpleNamespace
+
+import pytest
+
+from measure.to_loss import Curve, markdown, reach, read_curve, sooner, summarize
+
+TWO_SEEDS = SimpleNamespace(seeds=2, target_loss=None)
+
+
+def test_a_curve_counts_training_steps_alone(tmp_path):
+    """The first steps, which compile, count as the median of the others."""
+    rows = [dict(step=0, tokens=0, val_loss=9.0)]
+    rows += [dict(step=step, tokens=100 * (step + 1), step_ms=5000 if step == 0 else 200) for step in range(8)]
+    rows += [dict(step=8, tokens=800, val_loss=5.0), dict(step=8, tokens=800, samples=[""])]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    curve = read_curve(tmp_path)
+    assert curve.tokens == [0, 800] and curve.losses == [9.0, 5.0] and curve.seconds == pytest.approx([0, 1.6])
+
+
+def test_small_first_steps_count_by_their_tokens(tmp_path):
+    """As a batch warm-up makes them."""
+    steps = [(50, 900)] * 5 + [(100, 200)] * 4  # tokens, ms
+    rows = [dict(step=i, tokens=sum(n for n, _ in steps[: i + 1]), step_ms=ms) for i, (_, ms) in enumerate(steps)]
+    rows.append(dict(step=9, tokens=650, val_loss=5.0))
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert read_curve(tmp_path).seconds == pytest.approx([5 * 0.1 + 4 * 0.2])
+
+
+def test_a_loss_is_reached_between_two_validations():
+    curve = Curve([0, 100, 200], [0.0, 1.0, 3.0], [8.0, 6.0, 2.0])
+    assert reach(curve, 5.0) == pytest.approx((125, 1.5))
+    assert reach(curve, 9.0) == (0, 0.0) and reach(curve, 2.0) == (200, 3.0) and reach(curve, 1.0) is None
+
+
+def test_a_run_that_ends_without_a_finite_loss_has_diverged(tmp_path):
+    """Its earlier losses do not count; a loss in the middle that is not finite is no end."""
+    curves = {}
+    for name, losses in (("sound", (9.0, None, 5.0)), ("ruined", (9.0, 6.0, None))):
+        rows = [dict(step=step, tokens=100 * (step + 1), step_ms=200) for step in range(8)]
+        rows += [dict(step=8, tokens=800 + i, val_loss=loss) for i, loss in enumerate(losses)]
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        curves[name] = read_curve(tmp_path / name)
+    assert reach(curves["sound"], 7.0) == pytest.approx((802, 1.6)) and reach(curves["ruined"], 4.0) is None
+    first = summarize("first", [curves["sound"]])
+    ruined = summarize("ruined", [curves["sound"], curves["ruined"]], first["loss"])
+    assert (first["loss"], ruined["status"]) == (5.0, "diverged")
+    line = markdown([first, ruined], TWO_SEEDS, dict(status="skipped", reason="out of memory")).splitlines()[3]
+    assert line.startswith("| ruined | diverged: the last validation loss is not finite for 1 of 2 seeds |")
+
+
+def test_the_table_has_ratios_to_the_first_and_to_the_rung_before():
+    def curves(*ends):
+        return [Curve([0, 1000], [0.0, 10.0], [10.0, end]) for end in ends]
+
+    first = summarize("first", curves(5.9, 6.1))
+    faster = summarize("faster", curves(2.0, 2.0), first["loss"])
+    worse = summarize("worse", curves(7.0, 2.0), first["loss"])
+    skipped = dict(rung="skipped", status="skipped", reason="no GPU")
+    assert (first["loss"], first["tokens"]) == (6.0, 1000) and worse["tokens"] is None
+    lines = markdown([first, skipped, faster, worse], TWO_SEEDS, dict(status="done", tokens_per_sec=20.0)).splitlines()[
+        2:
+    ]
+    assert lines[0] == "| first | 6.0000 ± 0.1414 |  | 1,000 |  |  | 10.0 |  |  |"
+    assert lines[1] == "| skipped | skipped: no GPU |  |  |  |  |  |  |  |"
+    assert lines[2] == "| faster | 2.0000 ± 0.0000 | -4.0000 ± 0.1414 | 500 | 2.00 | 2.00 | 5.0 | 2.00 | 2.00 |"
+    assert lines[3] == "| worse | 4.5000 ± 3.5355 | +2.5000 ± 3.5355 | not reached |  |  | not reached |  |  |"
+    assert lines[5] == (
+        "Tokens and seconds to a validation loss of 6.0000, where the first rung ends: means over 2 seeds, ± the "
+        "standard deviation; difference: seed by seed, to the rung before. At the speed of the other "
+        "ladder's baseline (float32, eager, one device: 20 tokens/sec) "
+        "first would take 50.0 s; faster takes 5.0 s: 10.0 × sooner."
+    )
+
+
+def test_a_loss_of_ones_own_to_compare_at():
+    baseline = dict(status="done", tokens_per_sec=20.0)
+    slow, fast = ([Curve([0, 1000], [0.0, 10.0], [10.0, end])] for end in (6.0, 2.0))
+    one_seed = SimpleNamespace(seeds=1, target_loss=8.0)
+    table = markdown(
+        [summarize(name, curve, 8.0) for name, curve in (("slow", slow), ("fast", fast))], one_seed, baseline
+    )
+    assert table.splitlines()[3] == "| fast | 2.0000 | -4.0000 | 250 | 2.00 | 2.00 | 2.5 | 2.00 | 2.00 |"
+    assert "loss of 8.0: one seed. At the speed" in table and "slow would take 25.0 s; fast takes 2.5 s" in table
+    assert sooner([summarize("slow", slow, 5.0)], baseline) == "slow does not reach the target."

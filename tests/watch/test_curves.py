@@ -1,0 +1,109 @@
+import json
+
+import pytest
+from conftest import expect_error
+
+from common.cli import UserError
+from watch import curves
+
+
+def write_run(folder, steps, hellaswag=True, **facts):
+    folder.mkdir(parents=True)
+    rows = [dict(step=0, tokens=0, val_loss=10.9)]
+    for step in range(steps):
+        rate = 900_000 + 30_000 * (step % 10)
+        rows.append(
+            dict(step=step, tokens=1000 * (step + 1), train_loss=10.0 - step / 10, grad_norm=1.0, tokens_per_sec=rate)
+        )
+    rows += [dict(step=steps, tokens=1000 * steps, val_loss=5.0, samples=["text"], mfu=None)]
+    rows += [dict(step=steps, tokens=1000 * steps, hellaswag_acc_norm=0.26)] if hellaswag else []
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"step": 3, "tok')
+    (folder / "config.json").write_text(json.dumps(facts))
+    return folder
+
+
+@pytest.fixture
+def drawn(monkeypatch):
+    """The (figure, axes) of what is drawn."""
+    figures = []
+    real = curves.figures.new_figure
+    monkeypatch.setattr(curves.figures, "new_figure", lambda *a, **k: figures.append(real(*a, **k)) or figures[-1])
+    return figures
+
+
+def points(ax):
+    return [line.get_xydata().tolist() for line in ax.lines if len(line.get_xydata())]
+
+
+def texts(ax):
+    return [text.get_text() for text in ax.texts]
+
+
+def test_the_lines_are_the_logged_values(tmp_path, drawn):
+    runs = [write_run(tmp_path / "one", 30), write_run(tmp_path / "two", 25, hellaswag=False)]
+    curves.draw(runs, tmp_path / "curves.png")
+    ((figure, axes),) = drawn
+    lines = points(axes["loss"])
+    assert lines[0] == [[step + 1, pytest.approx(10 - step / 10)] for step in range(30)]  # thousand tokens
+    assert lines[1] == [[0, 10.9], [30, 5.0]] and len(lines) == 4
+    assert points(axes["hellaswag"])[0] == [[30, 0.26]]
+    assert texts(axes["hellaswag"]) == ["GPT-2 124M\n0.2955", "chance\n0.25"]
+    assert [len(line) for line in points(axes["speed"])] == [29, 24]  # without the first step, which compiles
+    assert [text.get_text() for text in figure.legends[0].texts] == ["one", "two"]
+    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_an_axis_has_one_unit(tmp_path, drawn):
+    curves.draw([write_run(tmp_path / "run", 30)], tmp_path / "curves.png")
+    speed = drawn[0][1]["speed"]
+    assert speed.get_title(loc="left") == "million tokens/sec" and points(speed)[0][0] == [2, pytest.approx(0.93)]
+
+
+def test_without_hellaswag_there_are_three_panels(tmp_path, drawn):
+    curves.draw([write_run(tmp_path / "run", 30, hellaswag=False)], tmp_path / "curves.png")
+    figure, axes = drawn[0]
+    assert list(axes) == ["loss", "speed", "norm"] == [name for name, ax in axes.items() if points(ax)]
+    assert len(figure.axes) == 3
+
+
+def test_gpt2s_loss_is_drawn_for_its_data_alone(tmp_path, drawn):
+    edu, other = dict(dataset="HuggingFaceFW/fineweb-edu"), dict(dataset=None, data_dir="edu_fineweb10B")
+    older, demo = dict(data_dir="/data/edu_fineweb10B"), dict(data_dir="demo_data")
+    runs = [write_run(tmp_path / str(i), 3, **facts) for i, facts in enumerate((edu, other, older, demo))]
+    for folders in (*([run] for run in runs), [runs[0], runs[2]], [runs[0], runs[3]]):
+        curves.draw(folders, tmp_path / "curves.png")
+    marked = [texts(axes["loss"]) for _, axes in drawn]
+    line = ["GPT-2 124M\n3.2924"]
+    assert marked == [line, [], line, [], line, []]
+
+
+def test_a_run_of_some_length_draws_its_curves(tmp_path, capsys):
+    """Also if it is stopped after a step."""
+    run = write_run(tmp_path / "run", 1, hellaswag=False)
+    assert curves.draw_own(run, max_steps=9) is None and not (run / "curves.png").exists()
+    assert curves.draw_own(run, max_steps=10) == run / "curves.png" and (run / "curves.png").exists()
+    assert curves.draw_own(tmp_path / "gone", max_steps=10) is None
+    assert "no curves.png: cannot read" in capsys.readouterr().out
+
+
+def test_several_runs_have_a_file_of_their_own(command, tmp_path):
+    runs = [write_run(tmp_path / "log" / name, 3) for name in "abcd"]
+    done = command("curves.py", "log/a", "log/b/")
+    assert done.returncode == 0 and done.stdout == "log/curves-a-b.png\n", done.stderr
+    assert (tmp_path / "log/curves-a-b.png").exists() and not (runs[0] / "curves.png").exists()
+    assert curves.default_path(runs) == tmp_path / "log/curves-4-runs.png"
+    assert curves.default_path(runs[:1]) == runs[0] / "curves.png"
+
+
+def test_the_command_and_its_errors(command, tmp_path):
+    write_run(tmp_path / "one", 20)
+    done = command("curves.py", "one", "--out", "figure.png")
+    assert done.returncode == 0 and (tmp_path / "figure.png").exists(), done.stderr
+    expect_error(command("curves.py", "nothing"), "nothing/metrics.jsonl", "log/RUN")
+    expect_error(command("curves.py", "one", "--out", "no/such/folder.png"), "no/such/folder.png")
+    expect_error(command("curves.py", "one", "--out", "figure.words"), "figure.words")
+    (tmp_path / "empty").mkdir()
+    for content in (b"", b'\xff\xfe{"tokens": 1}\n', b'{"tokens": 1, "val_loss": 2}\n'):
+        (tmp_path / "empty" / "metrics.jsonl").write_bytes(content)
+        with pytest.raises(UserError, match="nothing is logged"):
+            curves.read(tmp_path / "empty")

@@ -1,0 +1,175 @@
+import json
+import math
+import subprocess
+
+import pytest
+import torch
+
+from common.cli import UserError
+from config import Config
+from measure import figures
+from parallel.process_group import Distributed
+from train_gpt2 import StepResult
+from watch.ranks import RankReport
+from watch.run_log import RunLog
+from watch.wandb_page import publish
+
+ALONE = Distributed(0, 1, torch.device("cpu"))
+
+
+def make_log(tmp_path, **flags):
+    config = Config(log_dir=str(tmp_path), run_name="run", **flags)
+    return RunLog(config, config, ALONE, 1e9)
+
+
+def train_step(log, step, loss, own_ms=(math.nan,), memory=None, **gpu):
+    ranks = [RankReport(ms, **gpu) for ms in own_ms]
+    facts = dict(finite=True, loss_scale=None, stop=False, seconds=0.5, ranks=ranks, memory=memory)
+    result = StepResult(loss, 1.0, 100, **facts)
+    log.train_step(step, 100 * (step + 1), result, lr=1e-4)
+
+
+def fail(error):
+    def raise_error(*_, **__):
+        raise error
+
+    return raise_error
+
+
+def test_offline_needs_no_login_and_records_everything(tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    log = make_log(tmp_path, wandb="auto")
+    train_step(log, 0, 3.0)
+    log.validation(1, 100, 3.0, seconds=1.0, bits_per_byte=1.25)
+    log.hellaswag(1, 100, 0.2, 0.25, items=64, seconds=1.0)
+    log.samples(1, 100, ["Hello"])
+    run = log.wandb.run
+    assert run is not None and f"-m wandb leet {tmp_path}/run/wandb (upload: " in log.where_to_watch()
+    assert run.config["lr"] == 6e-4 and "torch" in run.config
+    train_step(log, 1, 2.5, memory=dict(weights=0.46))
+    train_step(log, 2, 2.0, own_ms=[10.0, 11.0])
+    summary = run.summary
+    assert summary["train/loss"] == summary["loss/train"] == 2.0 and summary["tokens"] == 300
+    assert summary["val/loss"] == summary["loss/val"] == 3.0 and summary["val/bits_per_byte"] == 1.25
+    assert summary["val/hellaswag_acc"] == 0.2 and summary["val/hellaswag_acc_norm"] == 0.25
+    assert summary["ranks/own_ms_0"] == 10 and summary["ranks/own_ms_1"] == 11 and summary["train/slowest_rank"] == 1
+    assert summary["memory/weights"] == 0.46 and log.memory == dict(weights=0.46)
+    assert summary["train/step_ms"] == 500 and "train/mfu" not in summary.keys()
+    panels = sorted(name for name in summary.keys() if name[0] != "_" and name not in ("step", "tokens"))
+    assert panels[:2] == ["loss/train", "loss/val"] and "val/samples" in panels
+    log.close()
+    assert list((tmp_path / "run" / "wandb").glob("offline-run-*/*.wandb"))
+
+
+def test_disabled(tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    log = make_log(tmp_path, wandb="auto")
+    train_step(log, 0, 3.0)
+    log.samples(1, 100, ["Hello"])
+    assert log.wandb.run is None and log.where_to_watch() == f"{tmp_path}/run/metrics.jsonl"
+    assert log.facts["wandb_id"] is None
+    log.close()
+    assert not (tmp_path / "run" / "wandb").exists()
+
+
+def test_an_error_of_wandb_does_not_stop_training(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    log = make_log(tmp_path)
+    run = log.wandb.run
+    monkeypatch.setattr(run, "log", fail(ConnectionError("gone")))
+    train_step(log, 0, 3.0)
+    train_step(log, 1, 2.0)
+    log.samples(1, 100, ["Hello"])
+    assert capsys.readouterr().out.count("wandb run failed (ConnectionError: gone)") == 1
+    assert log.where_to_watch().endswith("metrics.jsonl")
+    log.close()
+    run.finish()
+    assert len((tmp_path / "run" / "log.txt").read_text().splitlines()) == 2
+
+
+def test_an_error_in_the_samples_table_does_not_stop_training(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    log = make_log(tmp_path)
+    run = log.wandb.run
+    monkeypatch.setattr(log.wandb._samples, "add_data", fail(ValueError("no table")))
+    log.samples(1, 100, ["Hello"])
+    assert "wandb run failed (ValueError: no table)" in capsys.readouterr().out
+    log.close()
+    run.finish()
+
+
+def test_a_dead_wandb_process_is_reported_once(tmp_path, monkeypatch, capsys):
+    import wandb
+
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    log = make_log(tmp_path)
+    torn_down = []
+    monkeypatch.setattr(wandb, "teardown", lambda: torn_down.append(True))
+    run, finish = log.wandb.run, log.wandb.run.finish
+    monkeypatch.setattr(run, "finish", fail(BrokenPipeError("no process")))
+    log.close()
+    assert "wandb run failed (BrokenPipeError: no process)" in capsys.readouterr().out and torn_down
+    finish()
+
+
+def test_without_a_network_it_goes_offline(tmp_path, monkeypatch, capsys):
+    import wandb
+
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    monkeypatch.setattr(wandb, "login", fail(ConnectionError("no route to host")))
+    log = make_log(tmp_path, wandb="online")
+    assert log.wandb.run.offline and "wandb online failed (ConnectionError" in capsys.readouterr().out
+    log.close()
+
+
+def test_without_a_login_it_goes_offline_or_says_so(tmp_path, monkeypatch, capsys):
+    import wandb
+
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    monkeypatch.setattr(wandb, "login", lambda prompt: prompt)  # it never asks
+    log = make_log(tmp_path, wandb="auto")
+    assert log.wandb.run.offline and "wandb" not in capsys.readouterr().out
+    log.close()
+    with pytest.raises(UserError, match="not logged in.*-m wandb login.*--wandb offline"):
+        make_log(tmp_path / "online", wandb="online")
+    monkeypatch.setattr(wandb, "login", fail(wandb.errors.AuthenticationError("API key is not valid")))
+    with pytest.raises(UserError, match="API key is not valid"):
+        make_log(tmp_path / "online", wandb="online")
+    assert not (tmp_path / "online").exists()
+
+
+def test_a_resumed_run_keeps_its_page(tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.chdir(tmp_path)  # the command is printed for the current folder
+    log = make_log(tmp_path)
+    facts = log.facts
+    assert facts["wandb_id"] == log.wandb.run.id
+    log.close(finished=False)
+    config = Config(log_dir=str(tmp_path), run_name="run")
+    checkpoint = tmp_path / "run" / "checkpoint_000002"
+    log = RunLog(config, config, ALONE, 1e9, checkpoint, dict(step=2, run=facts))
+    assert log.wandb.run.id == facts["wandb_id"]
+    log.close(finished=False)
+    upload = log.where_to_watch().partition("(upload: ")[2].rstrip(")")
+    said = subprocess.run(f"{upload} --dry-run", shell=True, capture_output=True, text=True).stderr
+    assert "Would sync 2 run(s)" in said and said.index("offline-run-") < said.rindex("offline-run-"), said
+    log = RunLog(config, config, ALONE, 1e9)  # a new run
+    assert log.wandb.run.id != facts["wandb_id"]
+    log.close()
+
+
+def test_a_ladders_table_and_figure(tmp_path):
+    """In a run of the group of its rungs; a table has the columns of all results."""
+    folder = tmp_path / "ladder-1"
+    folder.mkdir()
+    results = [
+        dict(rung="baseline", status="done", ms=2.5, memory_gb=dict(weights=1.0)),
+        dict(rung="+ tf32", status="skipped", reason="no GPU"),
+    ]
+    figures.new_figure(2, 2)[0].savefig(folder / "ladder.png")
+    publish(Config(wandb="offline"), folder, "ladder", results)
+    (table,) = folder.glob("wandb/offline-run-*/files/media/table/ladder/*.json")
+    content = json.loads(table.read_text())
+    assert content["columns"] == ["rung", "status", "ms", "reason"]
+    assert content["data"] == [["baseline", "done", 2.5, None], ["+ tf32", "skipped", None, "no GPU"]]
+    assert len(list(folder.glob("wandb/offline-run-*/files/media/images/ladder/*.png"))) == 1

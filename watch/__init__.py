@@ -1,0 +1,1 @@
+"""What looks at a running training: logs, wandb, the plan, the ranks, hangs."""

@@ -1,0 +1,96 @@
+"""The lines printed before the first step (the plan) and after the last one (the summary)."""
+
+import evaluation
+from checkpoints.run_folder import checkpoints_of
+from common.cli import Note, python_command
+from measure.memory_parts import describe_memory
+from optim.schedules import accumulation_steps, tokens_to_train
+from parallel import pipeline
+from parallel.memory import data_ranks
+from watch.hardware import peak_memory
+
+
+def print_plan(trainer, notes, start, train_stream, val_stream, hellaswag, log, switches):
+    """Print what is about to run.
+
+    trainer: train_gpt2.Trainer; notes: of resolve(); start: checkpoints.resume.Start; hellaswag: a MultipleChoice,
+    or None; switches: {name: on} of the optimizations, in the order and with the names to print, such as
+    {"tf32": True, "autocast bf16": True, "fp8": False}.
+    """
+    config, distributed = trainer.config, trainer.distributed
+    facts, world_size = log.facts, distributed.world_size
+    init = f"resumed from {start.resumed}" if start.resumed else f"{start.weights or 'scratch'}, seed {config.seed}"
+    accumulated = accumulation_steps(config.batch_warmup_steps, config, distributed.data_size)
+    total = start.tokens + tokens_to_train(config, start.step, distributed.data_size)
+    on = ", ".join(name for name, value in switches.items() if value)
+    off = ", ".join(name for name, value in switches.items() if not value)
+    sizes = f"{config.n_layer} layers, {config.n_head} heads, {config.n_embd} wide"
+    batch = f"{config.total_batch_size:,} tokens = {config.micro_batch_size} sequences × {config.seq_len} tokens × "
+    batch += f"{accumulated} accumulated × {data_ranks(distributed)}"
+    if config.batch_warmup_steps:
+        batch += f", reached after {config.batch_warmup_steps} steps"
+    data = f"{len(train_stream.shards)} train shards, {train_stream.total:,} tokens; "
+    evaluated = evaluation.validation_sequences(val_stream, config) * config.seq_len
+    data += f"{len(val_stream.shards)} val, {evaluated:,} of {val_stream.total:,} tokens"
+    recipe = f"{config.optimizer}, lr {config.lr:g}, {config.warmup_steps} warm-up steps, then {config.lr_schedule}"
+    if config.adamw_states != "float32":
+        recipe += f"; AdamW's moments in {config.adamw_states}"
+    mfu = "unknown for this device: give --peak_tflops"
+    if log.peak_flops:
+        mfu = f"relative to {log.peak_flops / 1e12 / world_size:g} TFLOP/s a device"
+    if config.val_every and (problem := evaluation.missing_tokenizer()):
+        notes = [*notes, Note("bits_per_byte", False, problem)]
+    if trainer.monitor.power.problem:
+        notes = [*notes, Note("power", False, trainer.monitor.power.problem)]
+    cuda = f", CUDA {facts['cuda']}" if facts["cuda"] else ""
+    lines = [
+        ("device", f"{world_size} × {facts['hardware']}; PyTorch {facts['torch']}{cuda}"),
+        ("model", f"{sizes}; {trainer.model.num_params():,} parameters"),
+        ("init", init),
+        ("batch", batch),
+        *([("parallel", pipeline.describe(config, distributed))] if world_size > 1 else []),
+        ("recipe", recipe),
+        ("training", f"{config.max_steps:,} steps, {total:,} tokens, {total / train_stream.total:.2f} epochs"),
+        ("on", f"{on} (off: {off})" if off else on),
+        ("data", f"{config.data_dir}: {data}"),
+        ("HellaSwag", f"{len(hellaswag.labels):,} items" if hellaswag else "off"),
+        ("MFU", mfu),
+        ("log", f"{log.folder}/"),
+        ("watch", log.where_to_watch()),
+        *(("note", line) for line in note_lines(notes)),
+    ]
+    for name, text in lines:
+        print(f"{name:10s} {text}")
+
+
+def note_lines(notes):
+    """Notes as text, one a line; flags that are off for the same reason share a line."""
+    lines = {}
+    for note in notes:
+        lines.setdefault(note.reason if note.value is False else note, []).append(note)
+    return [
+        f"off: {', '.join(note.flag for note in group)}: {group[0].reason}" if len(group) > 1 else str(group[0])
+        for group in lines.values()
+    ]
+
+
+def print_summary(config, log, tokens, figure):
+    """Print what the run has reached, and what to type next. tokens: trained on so far; figure: of curves.draw_own."""
+    if len(log.val_losses) > 1:
+        first, last = min(log.val_losses), max(log.val_losses)
+        print(
+            f"validation loss {log.val_losses[first]:.4f} -> {log.val_losses[last]:.4f} in {last - first} steps; "
+            f"{tokens:,} tokens in all"
+        )
+    for line in log.ranks.table():
+        print(line)
+    print(describe_memory(peak_memory(log.device), log.memory))
+    print(f"log: {log.folder}/ (log.txt, metrics.jsonl, config.json, flags.yaml)")
+    if figure:
+        print(f"curves: {figure}")
+    print(f"watch: {log.where_to_watch()}")
+    if checkpoints_of(log.folder):
+        print(f"Next: {python_command('sample.py', log.folder, '--prompt', 'Hello, my name is')}")
+    if config.demo:
+        print(f"Next, on your own text: {python_command('fineweb.py', '--input', 'FILE.txt')}")
+        print(f"Next, on FineWeb-Edu, GPT-2 124M's usual data (20 GB): {python_command('fineweb.py')}")

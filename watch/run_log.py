@@ -1,0 +1,333 @@
+"""RunLog: the folder of a run (its flags and facts, log.txt, metrics.jsonl), what training prints, the wandb page."""
+
+import collections
+import json
+import math
+import statistics
+import time
+from pathlib import Path
+
+from checkpoints.run_folder import (
+    FLAGS,
+    LOCK,
+    checkpoints_of,
+    facts_of,
+    launch_id,
+    lock,
+    make_folder,
+    run_of,
+    set_aside_newer,
+    unused_name,
+)
+from common import flag_file
+from common.cli import UserError
+from common.files import atomic_write, write_json
+from data.shards import dataset_name
+from watch.hardware import environment, peak_flops, peak_memory
+from watch.log_file import LogFile
+from watch.ranks import RankHistory
+from watch.wandb_page import WandbPage
+
+SPIKE = 5  # a loss this many standard deviations above the mean of the last SPIKE_WINDOW losses is marked
+SPIKE_WINDOW = 100
+MIN_SPIKE_WINDOW = 20  # with fewer losses the standard deviation says little
+
+
+class RunLog:
+    """Prints and logs one run. Only rank 0 makes one.
+
+    log.txt has lines of `{step} {stream} {value}`, stream one of train, val, hella; metrics.jsonl has
+    everything, one object per line. A step's number is the number of steps before it, skipped ones included.
+    """
+
+    def __init__(self, config, flags, distributed, flops_per_token, resumed=None, training=None):
+        """flags: the Config before resolve(), for flags.yaml. resumed: the checkpoint that the run continues from;
+        training: the contents of its training.json.
+
+        The logs keep all lines before the checkpoint's step, and at that step the evaluations that do not run again.
+        Without a run_name the run gets a new folder, which names it. Raises UserError when the folder belongs to a
+        finished or running run, or cannot be written, and when --wandb online has no login.
+        """
+        self.config = config
+        self.flags = flags
+        self.device = device = distributed.device
+        self.flops_per_token = flops_per_token
+        self.peak_flops = peak_flops(device, config.peak_tflops) * distributed.world_size
+        self.first_step = training["step"] if training else 0
+        self.wandb = WandbPage(config)
+        kind = "demo" if config.demo else config.model if config.init_from == "scratch" else Path(config.init_from).name
+        self.folder = make_folder(config.log_dir, config.run_name, kind)
+        try:
+            self._lock = lock(self.folder)
+            earlier = self._earlier_facts(resumed)
+            if earlier and training:
+                set_aside_newer(self.folder, self.first_step)
+            self.facts = dict(vars(config), run_name=self.folder.name, world_size=distributed.world_size)
+            self.facts |= environment(device) | dict(launch=launch_id(), finished=False)
+            self.facts["dataset"] = dataset_name(config.data_dir)
+            if training and earlier:
+                self.facts["resume"] = earlier.get("resume")  # where a branch began: its command may be repeated
+            self.facts["wandb_id"] = earlier.get("wandb_id") if training and earlier else None
+            self._write_facts()
+            self.log_txt, lines = self._open("log.txt", parse_log_line, training, earlier)
+            self.metrics_jsonl, _ = self._open("metrics.jsonl", parse_metrics_line, training, earlier)
+            if wandb_id := self.wandb.start(self.folder, self.facts):
+                self.facts["wandb_id"] = wandb_id
+                self._write_facts()
+        except OSError as error:
+            raise UserError(
+                f"cannot write the run's folder {self.folder}: {error.strerror}; choose another --log_dir"
+            ) from error
+        self.val_losses = {step: value for step, stream, value in lines if stream == "val"}
+        train_losses = [value for _, stream, value in lines if stream == "train" and math.isfinite(value)]
+        self._losses = collections.deque(train_losses, maxlen=SPIKE_WINDOW)
+        self.ranks = RankHistory()
+        self.memory = None  # {part: GB} at the peak of a step, when it has been measured
+        self._first_end = None  # (step, time) of the end of this process's first step
+        self._error = None  # the OSError of the last attempt to write the folder
+        self._lost = None  # what a deleted folder has lost, in words
+
+    def where_to_watch(self):
+        """One line: the wandb page's URL, the commands that show and upload an offline run, or the path of
+        metrics.jsonl."""
+        return self.wandb.where_to_watch() or f"{self.folder}/metrics.jsonl"
+
+    # ------------------------------------------------------------------------------------------------------------------
+    # Training reports
+
+    def train_step(self, step, tokens, result, lr, bad_steps=0):
+        """Print and log a step that has just ended, a train_gpt2.StepResult.
+
+        tokens: trained on so far, this step included. bad_steps: consecutive steps, up to this one, with a loss or
+        gradient that is not finite; they are skipped.
+        """
+        loss, seconds = result.loss, result.seconds
+        deviations = self._spike(loss)
+        seconds_left = self._seconds_left(step)
+        rate = result.tokens / seconds
+        mfu = rate * self.flops_per_token / self.peak_flops if self.peak_flops else None
+        columns = [f"loss {loss:.6f}", f"lr {lr:.4e}", f"norm {result.grad_norm:.4f}", f"{seconds * 1000:.2f} ms"]
+        columns.append(f"{rate:,.0f} tok/s")
+        if mfu:
+            columns.append(f"MFU {mfu:.1%}")
+        of_ranks, slow_rank = self.ranks.add(result.ranks)
+        if "watts" in of_ranks:  # of the step before
+            columns.append(f"{of_ranks['watts']:.0f} W {of_ranks['sm_mhz']:.0f} MHz")
+        columns.append("time left unknown" if seconds_left is None else f"{duration(seconds_left)} left")
+        if slow_rank:
+            columns.append(slow_rank)
+        if bad_steps:
+            columns.append(f"not finite, skipped ({bad_steps} in a row)")
+        if deviations:
+            columns.append(f"spike, {deviations:.0f} standard deviations")
+        self._print(step, *columns)
+        values = dict(train_loss=loss, lr=lr, grad_norm=result.grad_norm, step_ms=seconds * 1000, tokens_per_sec=rate)
+        values |= dict(mfu=mfu, peak_gb=peak_memory(self.device), **of_ranks)
+        if bad_steps:
+            values["bad_steps"] = bad_steps
+        if deviations:
+            values["spike"] = deviations
+        if result.loss_scale is not None:
+            values["loss_scale"] = result.loss_scale
+        if result.memory:
+            self.memory = values["memory_gb"] = result.memory
+        self._record(step, tokens, values, f"{step} train {loss:.6f}\n")
+        own_ms, memory = values.pop("own_ms", []), values.pop("memory_gb", {})
+        page = {f"train/{name.removeprefix('train_')}": value for name, value in values.items() if value is not None}
+        page |= {f"ranks/own_ms_{rank}": ms for rank, ms in enumerate(own_ms)}
+        page |= {f"memory/{part}": size for part, size in memory.items()}
+        self.wandb.log(step, {"loss/train": loss} | page | dict(tokens=tokens))
+
+    def validation(self, step, tokens, loss, seconds, bits_per_byte=None):
+        """Print and log a validation loss, in nats per token, and in bits per byte if there is a tokenizer."""
+        self.val_losses[step] = loss
+        columns, values = [f"validation loss {loss:.4f}"], dict(val_loss=loss)
+        if bits_per_byte is not None:
+            columns.append(f"{bits_per_byte:.4f} bits/byte")
+            values["val_bits_per_byte"] = bits_per_byte
+        self._print(step, *columns, f"{seconds:.1f} s")
+        self._evaluation(step, tokens, f"{step} val {loss:.4f}\n", values)
+
+    def hellaswag(self, step, tokens, acc, acc_norm, items, seconds):
+        """Print and log accuracies between 0 and 1; log.txt has acc_norm, GPT-2's usual measure."""
+        columns = [f"HellaSwag acc {acc:.4f}", f"acc_norm {acc_norm:.4f}", f"{items:,} items", f"{seconds:.1f} s"]
+        self._print(step, *columns)
+        values = dict(hellaswag_acc=acc, hellaswag_acc_norm=acc_norm)
+        self._evaluation(step, tokens, f"{step} hella {acc_norm:.4f}\n", values, hellaswag_items=items)
+
+    def samples(self, step, tokens, texts):
+        """Print and log sampled texts."""
+        for i, text in enumerate(texts):
+            print(f"sample {i}: {text}")
+        self._record(step, tokens, dict(samples=texts))
+        self.wandb.samples(step, texts)
+
+    def flush(self):
+        """Return when all lines are on disk, if the folder can be written: no gap then precedes a checkpoint."""
+        self._write(sync=True)
+
+    def close(self, finished=True):
+        """End the log. finished: whether the run is complete; a new run of this name must not overwrite it."""
+        self.facts["finished"] = finished
+        self._write(sync=True, facts=True)
+        self.log_txt.close()
+        self.metrics_jsonl.close()
+        self.wandb.finish()
+        self._lock.close()
+
+    def check_complete(self):
+        """Raises UserError if a closed log lacks lines: the disk was full to the end, or the folder was deleted."""
+        if self._error:
+            raise UserError(
+                f"{self.folder} could not be written to its end ({self._error.strerror}): its logs lack lines that the "
+                "output above has; make room, or choose another --log_dir"
+            )
+        if self._lost:
+            raise UserError(f"{self._lost}: log lines from before that are lost")
+
+    # ------------------------------------------------------------------------------------------------------------------
+    # The folder
+
+    def _earlier_facts(self, resumed):
+        """config.json of the run that the folder already holds, or None for a new folder.
+
+        Raises UserError for a folder that is not a run's, and for a run that must not be overwritten.
+        """
+        if all(path.name == LOCK or path.suffix == ".unfinished" for path in self.folder.iterdir()):
+            return None
+        facts = facts_of(self.folder)
+        if "finished" not in facts:
+            raise UserError(f"{self.folder} is not a run's folder: choose another --run_name")
+        own = resumed and run_of(resumed).resolve() == self.folder.resolve()
+        if not own and (facts["finished"] or checkpoints_of(self.folder)):
+            raise UserError(f"{self.folder} already holds a run: choose another --run_name, or delete it")
+        return facts
+
+    def _open(self, name, parse, training, earlier):
+        """(file, rows): a log opened for appending, and the parsed lines that it keeps from the earlier run."""
+        path = self.folder / name
+        lines = []
+        if earlier and path.exists():
+            if training:
+                lines = path.read_text(errors="replace").split("\n")[:-1]  # without an incomplete last line
+            else:  # the earlier run ended before its first checkpoint
+                path.rename(unused_name(path.with_name(name + ".old")))
+        rows = []
+        every = dict(val=self.config.val_every, hella=self.config.hellaswag_every, samples=self.config.sample_every)
+        last = self.first_step == self.config.max_steps
+        again = {"train", *(name for name, steps in every.items() if steps and (last or self.first_step % steps == 0))}
+        with atomic_write(path) as file:
+            for line in lines:
+                try:
+                    row = parse(line)
+                except (ValueError, KeyError, TypeError):
+                    continue  # damaged
+                if row[0] < training["step"] or (row[0] == training["step"] and row[1] not in again):
+                    rows.append(row)
+                    file.write(f"{line}\n".encode())
+        return LogFile(path), rows
+
+    def _write_facts(self):
+        write_json(self.folder / "config.json", self.facts)
+        flag_file.write(self.folder / FLAGS, self.flags)
+
+    # ------------------------------------------------------------------------------------------------------------------
+    # Lines
+
+    def _print(self, step, *columns):
+        print(" | ".join([f"step {step:5d}/{self.config.max_steps}", *columns]))
+
+    def _evaluation(self, step, tokens, line, values, **facts):
+        """facts: for metrics.jsonl, not for wandb."""
+        self._record(step, tokens, values | facts, line)
+        page = {f"val/{name.removeprefix('val_')}": value for name, value in values.items()}
+        if "val_loss" in values:
+            page["loss/val"] = values["val_loss"]
+        self.wandb.log(step, page | dict(tokens=tokens))
+
+    def _record(self, step, tokens, values, line=""):
+        """Write values to metrics.jsonl and line to log.txt."""
+        # JSON has no NaN and no infinity
+        values = {name: None if isinstance(v, float) and not math.isfinite(v) else v for name, v in values.items()}
+        self.log_txt.add(line)
+        self.metrics_jsonl.add(json.dumps(dict(step=step, tokens=tokens, **values)) + "\n")
+        self._write()
+
+    def _write(self, sync=False, facts=False):
+        """Write the lines that wait, and with facts=True config.json. After an error training goes on: it is printed
+        once, and the next call tries again."""
+        before, self._error = self._error, None
+        try:
+            if not (self.log_txt.is_in_place() and self.metrics_jsonl.is_in_place()):
+                self._make_again()
+            self.log_txt.write(sync)
+            self.metrics_jsonl.write(sync)
+            if facts:
+                self._write_facts()
+        except OSError as error:
+            self._error = error
+        if self._error and not before:
+            print(f"cannot write {self.folder} ({self._error.strerror}): training goes on, log lines wait in memory")
+        if before and not self._error:
+            print(f"{self.folder} is written again, with all lines that waited")
+
+    def _make_again(self):
+        """Make the folder again after it was deleted, moved or unmounted, since later checkpoints are worth keeping.
+
+        An editor may also have replaced a log by a copy; nothing is lost then. Raises UserError if another process has
+        taken the folder's name.
+        """
+        lost = not all((self.folder / name).exists() for name in ("config.json", "log.txt", "metrics.jsonl"))
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._lock.close()
+        self._lock = lock(self.folder)
+        self._write_facts()
+        self.log_txt.reopen()
+        self.metrics_jsonl.reopen()
+        if lost:
+            self._lost = f"{self.folder}, or a log in it, was deleted, moved or unmounted while training"
+            print(f"{self._lost}; training goes on in a folder of this name")
+
+    def _spike(self, loss):
+        """The loss's distance from the mean of the last losses, in standard deviations, if it is a spike, else None."""
+        if not math.isfinite(loss):
+            return None
+        losses, spike = self._losses, None
+        if len(losses) >= MIN_SPIKE_WINDOW and (deviation := statistics.pstdev(losses)):
+            distance = (loss - statistics.fmean(losses)) / deviation
+            spike = distance if distance > SPIKE else None
+        losses.append(loss)
+        return spike
+
+    def _seconds_left(self, step):
+        """Seconds to the end of the run, at the mean pace (evaluations and checkpoints included) since the end of this
+        process's first step, which compiles. None after that first step."""
+        now = time.perf_counter()
+        if self._first_end is None:
+            self._first_end = step, now
+            return None
+        first, end = self._first_end
+        return (now - end) / (step - first) * (self.config.max_steps - step - 1)
+
+
+def parse_log_line(line):
+    """(step, stream, value) of a line of log.txt. Raises ValueError for an incomplete line."""
+    step, stream, value = line.split()
+    return int(step), stream, float(value)
+
+
+def parse_metrics_line(line):
+    """(step, stream) of a line of metrics.jsonl. Raises ValueError, KeyError or TypeError for an incomplete line."""
+    values = json.loads(line)
+    streams = dict(train_loss="train", val_loss="val", hellaswag_acc="hella", samples="samples")
+    return int(values["step"]), next((stream for key, stream in streams.items() if key in values), None)
+
+
+def duration(seconds):
+    """A duration in its two largest units, such as 4h52m or 3m10s."""
+    seconds = int(seconds)
+    if seconds >= 86400:
+        return f"{seconds // 86400}d{seconds % 86400 // 3600:02d}h"
+    if seconds >= 3600:
+        return f"{seconds // 3600}h{seconds % 3600 // 60:02d}m"
+    return f"{seconds // 60}m{seconds % 60:02d}s"
