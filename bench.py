@@ -21,14 +21,11 @@ from config import GROUPS, Config, defaults, refuse_unavailable_flags, resolve
 from data.tokenizer import END_OF_TEXT
 from kernels.documents import find_offsets, move_offsets
 from measure.child_run import SETTLING_STEPS
-from measure.energy import mj_per_token
-from measure.memory_parts import RECORDED_STEP, describe_memory
 from parallel import fsdp, pipeline, process_group
 from parallel.memory import free_memory, less_memory
 from train_gpt2 import build, train_step
 from watch.hardware import environment, flops_per_token, peak_flops, peak_memory
 from watch.plan import note_lines
-from watch.ranks import energy
 
 
 @dataclass
@@ -104,16 +101,9 @@ def report(trainer, results):
     flops = rate * flops_per_token(trainer.model, config.seq_len)
     mfu = f", MFU {flops / (peak * distributed.world_size):.1%}" if peak else ""
     memory = peak_memory(distributed.device)
-    # a result has the energy of the step before
-    joules = [energy(result.ranks) for result in results[SETTLING_STEPS + 1 :]]
-    timed = results[SETTLING_STEPS:-1]
-    mj = mj_per_token(joules, [result.seconds for result in timed], sum(result.tokens for result in timed))
-    power = f", {mj:.3g} mJ a token" if mj else ""
-    print(f"{rate:,.0f} tokens/sec, {1000 * step:.2f} ms a step{mfu}, peak memory {memory:.2f} GB{power}")
+    print(f"{rate:,.0f} tokens/sec, {1000 * step:.2f} ms a step{mfu}, peak memory {memory:.2f} GB")
     devices = f"{distributed.world_size} × {environment(distributed.device)['hardware']}"
     devices += f", {pipeline.describe(config, distributed)}" if distributed.world_size > 1 else ""
-    if parts := results[RECORDED_STEP].memory:
-        print(describe_memory(memory, parts))
     print(f"first step {results[0].seconds:.1f} s; {devices}; PyTorch {torch.__version__}")
 
 

@@ -116,7 +116,7 @@ def build(config, distributed, weights=None, sizes=None):
     # ddp: each rank has all weights and a share of the batch; the last backward averages gradients over the ranks
     train_forward = wrap_ddp(forward, config, distributed)
     optimizer = make_optimizer(model, config)
-    monitor = RankMonitor(model, train_forward, optimizer, config, distributed)
+    monitor = RankMonitor(model, train_forward, config, distributed)
     return Trainer(config, distributed, model, forward, train_forward, autocast, optimizer, scaler, monitor)
 
 
@@ -133,8 +133,7 @@ class StepResult:
     loss_scale: float | None  # fp16's
     stop: bool  # some rank has received a stop signal
     seconds: float  # of the whole step, data loading included
-    ranks: list  # each rank's RankReport of the step before
-    memory: dict | None  # {part: GB} at the peak of this step; only one step is measured, on a GPU
+    own_ms: list  # each rank's own time in the step before, see watch/ranks.py
 
 
 def train_step(trainer, step, next_batch, stop_signal=None):
@@ -174,13 +173,12 @@ def train_step(trainer, step, next_batch, stop_signal=None):
         from kernels import fp8
 
         fp8.update_scales(trainer.model, micro_steps)
-    loss, norm, stop, *reports = wait()  # waits for the all-reduce, not for the update: the GPU stays busy
+    loss, norm, stop, *own_ms = wait()  # waits for the all-reduce, not for the update: the GPU stays busy
     scale = scaler.get_scale() if scaler.is_enabled() else None
     # fp16: GradScaler skips an update that overflows and halves its scale, which is normal until the scale is below 1
     finite = math.isfinite(loss if scale and scale >= 1 else loss + norm)
     tokens = micro_steps * config.micro_batch_size * config.seq_len * distributed.data_size
-    seconds, ranks, memory = trainer.monitor.end_step(reports)
-    return StepResult(loss, norm, tokens, finite, scale, stop > 0, seconds, ranks, memory)
+    return StepResult(loss, norm, tokens, finite, scale, stop > 0, trainer.monitor.end_step(), own_ms)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

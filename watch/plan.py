@@ -3,7 +3,6 @@
 import evaluation
 from checkpoints.run_folder import checkpoints_of
 from common.cli import Note, python_command
-from measure.memory_parts import describe_memory
 from optim.schedules import accumulation_steps, tokens_to_train
 from parallel import pipeline
 from parallel.memory import data_ranks
@@ -40,8 +39,6 @@ def print_plan(trainer, notes, start, train_stream, val_stream, hellaswag, log, 
         mfu = f"relative to {log.peak_flops / 1e12 / world_size:g} TFLOP/s a device"
     if config.val_every and (problem := evaluation.missing_tokenizer()):
         notes = [*notes, Note("bits_per_byte", False, problem)]
-    if trainer.monitor.power.problem:
-        notes = [*notes, Note("power", False, trainer.monitor.power.problem)]
     cuda = f", CUDA {facts['cuda']}" if facts["cuda"] else ""
     lines = [
         ("device", f"{world_size} × {facts['hardware']}; PyTorch {facts['torch']}{cuda}"),
@@ -84,7 +81,7 @@ def print_summary(config, log, tokens, figure):
         )
     for line in log.ranks.table():
         print(line)
-    print(describe_memory(peak_memory(log.device), log.memory))
+    print(f"peak memory {peak_memory(log.device):.2f} GB")
     print(f"log: {log.folder}/ (log.txt, metrics.jsonl, config.json, flags.yaml)")
     if figure:
         print(f"curves: {figure}")

@@ -82,7 +82,6 @@ class RunLog:
         train_losses = [value for _, stream, value in lines if stream == "train" and math.isfinite(value)]
         self._losses = collections.deque(train_losses, maxlen=SPIKE_WINDOW)
         self.ranks = RankHistory()
-        self.memory = None  # {part: GB} at the peak of a step, when it has been measured
         self._first_end = None  # (step, time) of the end of this process's first step
         self._error = None  # the OSError of the last attempt to write the folder
         self._lost = None  # what a deleted folder has lost, in words
@@ -110,9 +109,7 @@ class RunLog:
         columns.append(f"{rate:,.0f} tok/s")
         if mfu:
             columns.append(f"MFU {mfu:.1%}")
-        of_ranks, slow_rank = self.ranks.add(result.ranks)
-        if "watts" in of_ranks:  # of the step before
-            columns.append(f"{of_ranks['watts']:.0f} W {of_ranks['sm_mhz']:.0f} MHz")
+        of_ranks, slow_rank = self.ranks.add(result.own_ms)
         columns.append("time left unknown" if seconds_left is None else f"{duration(seconds_left)} left")
         if slow_rank:
             columns.append(slow_rank)
@@ -129,13 +126,10 @@ class RunLog:
             values["spike"] = deviations
         if result.loss_scale is not None:
             values["loss_scale"] = result.loss_scale
-        if result.memory:
-            self.memory = values["memory_gb"] = result.memory
         self._record(step, tokens, values, f"{step} train {loss:.6f}\n")
-        own_ms, memory = values.pop("own_ms", []), values.pop("memory_gb", {})
+        own_ms = values.pop("own_ms", [])
         page = {f"train/{name.removeprefix('train_')}": value for name, value in values.items() if value is not None}
         page |= {f"ranks/own_ms_{rank}": ms for rank, ms in enumerate(own_ms)}
-        page |= {f"memory/{part}": size for part, size in memory.items()}
         self.wandb.log(step, {"loss/train": loss} | page | dict(tokens=tokens))
 
     def validation(self, step, tokens, loss, seconds, bits_per_byte=None):

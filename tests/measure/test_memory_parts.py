@@ -119,15 +119,18 @@ def test_the_parts_of_a_step_sum_to_its_peak(flags):
     c, model = trainer.config, trainer.model
     tokens = torch.randint(50257, (c.micro_batch_size, c.seq_len + 1), device=device)
     batch = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), None
-    results = []
+    recorder, results = MemoryRecorder(model, trainer.optimizer, c, device), []
+    trainer.optimizer.register_step_pre_hook(lambda *_: recorder.end_backward())
     for step in range(RECORDED_STEP + 2):
         if step == RECORDED_STEP:
             torch.cuda.reset_peak_memory_stats()
-        results.append(train_step(trainer, step, lambda: batch))
+        recorder.start_step()
+        train_step(trainer, step, lambda: batch)
+        results.append(recorder.end_step())
         if step == RECORDED_STEP:
             peak = torch.cuda.max_memory_allocated() / 2**30
-    assert [bool(result.memory) for result in results] == [step == RECORDED_STEP for step in range(len(results))]
-    memory = results[RECORDED_STEP].memory
+    assert [bool(parts) for parts in results] == [step == RECORDED_STEP for step in range(len(results))]
+    memory = results[RECORDED_STEP]
     assert sum(memory.values()) == pytest.approx(peak, rel=0.05)
     weights = sum(p.numel() for p in model.parameters()) * 4 / 2**30
     assert [memory["weights"], memory["gradients"]] == pytest.approx([weights, weights], rel=0.01)

@@ -11,7 +11,6 @@ from optim.schedules import accumulation_steps, tokens_to_train
 from optimizations import Note
 from parallel.process_group import Distributed
 from watch.plan import print_plan, print_summary
-from watch.ranks import RankMonitor
 from watch.run_log import RunLog
 
 CPU = torch.device("cpu")
@@ -29,8 +28,7 @@ def plan(capsys, config, log, world_size, notes=(), step=0, tokens=0, hellaswag=
     with torch.device("meta"):
         model = GPT(GPTConfig(**sizes))
     distributed = Distributed(0, world_size, CPU)
-    monitor = RankMonitor(model, model, None, config, distributed)
-    trainer = SimpleNamespace(config=config, model=model, distributed=distributed, monitor=monitor)
+    trainer = SimpleNamespace(config=config, model=model, distributed=distributed)
     start = SimpleNamespace(resumed=None, weights=None, step=step, tokens=tokens)
     switches = switches or {"tf32": True}
     print_plan(trainer, notes, start, *STREAMS, hellaswag, log, switches)

@@ -4,12 +4,10 @@ import re
 import statistics
 
 import pytest
-import torch
 from conftest import metrics
 
-from measure.energy import PowerMeter, Sample, mj_per_token
 from watch.hang import explain
-from watch.ranks import RankHistory, RankReport, behind
+from watch.ranks import RankHistory, behind
 
 # Rank 1 takes a quarter of a second longer for each batch, and waits before the fourth and the fifth until the hang is
 # reported
@@ -81,34 +79,15 @@ def test_the_missing_rank_is_not_one_that_waits_elsewhere():
 def test_a_rank_is_behind_the_median_of_the_others():
     assert behind([10.0, 10.0, 12.0, 8.0]) == pytest.approx([0, 0, 0.2, -0.2])
     history = RankHistory()
-    assert history.table() == [] and history.add([RankReport()]) == ({}, None)
-    values, text = RankHistory().add([RankReport(ms) for ms in (10.0, 10.0, 10.3)])
+    assert history.add([math.nan]) == history.add([10.0]) == history.add([math.nan, 10.0]) == ({}, None)
+    assert history.table() == []
+    values, text = history.add([10.0, 10.0, 10.3])
     assert values == dict(own_ms=[10.0, 10.0, 10.3], slowest_rank=2, slowest_behind=pytest.approx(0.03))
     assert text == "rank 2 is 3.0% behind"
-    _, text = RankHistory().add([RankReport(ms) for ms in (10.0, 10.0, 10.1)])
-    assert text is None
-
-
-def test_energy_power_clock_and_temperature():
-    """Energy and power add up over the ranks; the slowest clock and the hottest GPU count."""
-    history, reports = (
-        RankHistory(),
-        [RankReport(10.0, 90.0, 700.0, 1755.0, 61.0), RankReport(9.0, 60.0, 500.0, 1980.0, 70.0)],
-    )
-    values, _ = history.add(reports)
-    assert {name: values[name] for name in ("joules", "watts", "sm_mhz", "celsius")} == dict(
-        joules=150.0, watts=1200.0, sm_mhz=1755.0, celsius=70.0
-    )
-    assert [line.split() for line in history.table()[1:]] == [
-        ["0", "10.00", "+11.1%", "1755", "700", "61"],
-        ["1", "9.00", "-10.0%", "1980", "500", "70"],
+    assert history.add([10.0, 10.0, 10.1])[1] is None
+    assert history.table() == [
+        "rank     own ms   behind",
+        "0         10.00    -1.0%",
+        "1         10.00    -1.0%",
+        "2         10.20    +2.0%",
     ]
-    alone = RankHistory()
-    assert "own_ms" not in alone.add([RankReport(joules=90.0, watts=700.0)])[0]
-    assert alone.table()[1].split() == ["0", "–", "–", "–", "700", "–"]
-    assert Sample(time=10.0, joules=500.0, watts=100.0).joules_at(10.25) == 525
-    assert mj_per_token([500.0, 700.0], [0.9, 1.1], tokens=600) == 2000
-    assert mj_per_token([500.0, 700.0], [0.9, 1.0], tokens=600) is None  # too short
-    assert mj_per_token([500.0, math.nan], [1.0, 1.0], tokens=600) is mj_per_token([], [], tokens=0) is None
-    meter = PowerMeter(torch.device("cpu"))
-    assert math.isnan(meter.joules()) and meter.problem is None

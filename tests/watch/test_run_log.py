@@ -16,7 +16,6 @@ from measure import child_run
 from parallel.process_group import Distributed
 from train_gpt2 import StepResult
 from watch import run_log
-from watch.ranks import RankReport
 from watch.run_log import RunLog, duration
 
 TWO_RANKS = Distributed(0, 2, torch.device("cpu"))
@@ -28,9 +27,7 @@ def make_log(tmp_path, resumed=None, training=None, **flags):
 
 
 def train_step(log, step, loss=3.0, loss_scale=None, **kwargs):
-    facts = dict(
-        tokens=5000, finite=True, loss_scale=loss_scale, stop=False, seconds=0.5, ranks=[RankReport()], memory=None
-    )
+    facts = dict(tokens=5000, finite=True, loss_scale=loss_scale, stop=False, seconds=0.5, own_ms=[math.nan] * 2)
     log.train_step(step, 5000 * (step + 1), StepResult(loss, 2.5, **facts), lr=1e-4, **kwargs)
 
 

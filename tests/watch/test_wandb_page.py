@@ -10,7 +10,6 @@ from config import Config
 from measure import figures
 from parallel.process_group import Distributed
 from train_gpt2 import StepResult
-from watch.ranks import RankReport
 from watch.run_log import RunLog
 from watch.wandb_page import publish
 
@@ -22,9 +21,8 @@ def make_log(tmp_path, **flags):
     return RunLog(config, config, ALONE, 1e9)
 
 
-def train_step(log, step, loss, own_ms=(math.nan,), memory=None, **gpu):
-    ranks = [RankReport(ms, **gpu) for ms in own_ms]
-    facts = dict(finite=True, loss_scale=None, stop=False, seconds=0.5, ranks=ranks, memory=memory)
+def train_step(log, step, loss, own_ms=(math.nan,)):
+    facts = dict(finite=True, loss_scale=None, stop=False, seconds=0.5, own_ms=own_ms)
     result = StepResult(loss, 1.0, 100, **facts)
     log.train_step(step, 100 * (step + 1), result, lr=1e-4)
 
@@ -46,14 +44,13 @@ def test_offline_needs_no_login_and_records_everything(tmp_path, monkeypatch):
     run = log.wandb.run
     assert run is not None and f"-m wandb leet {tmp_path}/run/wandb (upload: " in log.where_to_watch()
     assert run.config["lr"] == 6e-4 and "torch" in run.config
-    train_step(log, 1, 2.5, memory=dict(weights=0.46))
+    train_step(log, 1, 2.5)
     train_step(log, 2, 2.0, own_ms=[10.0, 11.0])
     summary = run.summary
     assert summary["train/loss"] == summary["loss/train"] == 2.0 and summary["tokens"] == 300
     assert summary["val/loss"] == summary["loss/val"] == 3.0 and summary["val/bits_per_byte"] == 1.25
     assert summary["val/hellaswag_acc"] == 0.2 and summary["val/hellaswag_acc_norm"] == 0.25
     assert summary["ranks/own_ms_0"] == 10 and summary["ranks/own_ms_1"] == 11 and summary["train/slowest_rank"] == 1
-    assert summary["memory/weights"] == 0.46 and log.memory == dict(weights=0.46)
     assert summary["train/step_ms"] == 500 and "train/mfu" not in summary.keys()
     panels = sorted(name for name in summary.keys() if name[0] != "_" and name not in ("step", "tokens"))
     assert panels[:2] == ["loss/train", "loss/val"] and "val/samples" in panels
