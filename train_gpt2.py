@@ -103,12 +103,6 @@ def build(config, distributed, weights=None, sizes=None):
     else:
         model.init_weights(fill)
     tensor.order_by_rank(model.named_parameters())
-    # fp8: the blocks' GEMMs in 8 bits, at twice the rate, each tensor with a scale from its amax
-    if config.fp8:
-        from kernels import fp8  # needs Triton
-
-        tokens = config.micro_batch_size * config.seq_len // config.context
-        fp8.convert(model, targets=accumulation_steps(0, config, distributed.data_size) * tokens)
     context.split(model, config, distributed)  # each rank has some tokens of every sequence; in attention some heads
     # compile: fuses element-wise operations and reductions into one kernel, without Python between kernels.
     # tuned_gemms: GEMMs by the fastest of cuBLASLt's algorithms. A Pipeline compiles its stages.
@@ -116,6 +110,12 @@ def build(config, distributed, weights=None, sizes=None):
     # ddp: each rank has all weights and a share of the batch; the last backward averages gradients over the ranks
     train_forward = wrap_ddp(forward, config, distributed)
     optimizer = make_optimizer(model, config)
+    # fp8: the blocks' GEMMs in 8 bits, at twice the rate, each tensor with a scale from its amax
+    if config.fp8:
+        from kernels import fp8  # needs Triton
+
+        tokens = config.micro_batch_size * config.seq_len // config.context
+        fp8.convert(model, optimizer, targets=accumulation_steps(0, config, distributed.data_size) * tokens)
     monitor = RankMonitor(model, train_forward, config, distributed)
     return Trainer(config, distributed, model, forward, train_forward, autocast, optimizer, scaler, monitor)
 
@@ -169,11 +169,15 @@ def train_step(trainer, step, next_batch, stop_signal=None):
     wait = distributed.begin_all_reduce(loss_sum / world_size, norm / world_size, stop, trainer.monitor.report())
     update_if_finite(trainer.optimizer, scaler, norm)
     zero_gradients(trainer.optimizer, trainer.train_forward)
+<<<<<<< HEAD
     if config.fp8:
         from kernels import fp8
 
         fp8.update_scales(trainer.model, micro_steps)
     loss, norm, stop, *own_ms = wait()  # waits for the all-reduce, not for the update: the GPU stays busy
+=======
+    loss, norm, stop, *reports = wait()  # waits for the all-reduce, not for the update: the GPU stays busy
+>>>>>>> c33fe60 (fp8: convert() changes modules in place, so hooks stay and the order of calls is free; scales follow in an optimizer hook)
     scale = scaler.get_scale() if scaler.is_enabled() else None
     # fp16: GradScaler skips an update that overflows and halves its scale, which is normal until the scale is below 1
     finite = math.isfinite(loss if scale and scale >= 1 else loss + norm)

@@ -15,8 +15,8 @@ largest absolute value.
   on each rank by itself.
 
 How the amax leaves the graph. Some of the amax values exist only during backward. Each operator takes a leaf tensor
-`amax`. The amax comes back as a gradient of that leaf, so autograd accumulates it over micro-batches. `update_scales`
-turns the sum into scales after the optimizer step.
+`amax`. The amax comes back as a gradient of that leaf, so autograd accumulates it over micro-batches, together with a 1
+that counts them. After the optimizer step, `update_scales` turns the mean into scales.
 
 Transposes. On Hopper a float8 GEMM reads both inputs along the dimension that it sums over, and each tensor is summed
 over one dimension in forward and over the other one in backward. So each cast writes float8 twice, row-major and
@@ -41,32 +41,37 @@ INITIAL_ACTIVATION_AMAX = 16.0
 INITIAL_GRADIENT_AMAX = 8.0
 
 
-def convert(model, targets):
-    """Replace the linear layers and MLPs in the blocks of a GPT by float8 modules with the same parameters.
+def convert(model, optimizer, targets):
+    """Make float8 modules of the linear layers and MLPs in a GPT's blocks; their scales follow each optimizer step.
 
-    model: on the device it trains on. targets: the number of targets that the loss of one step is a mean over.
+    model: on the device it trains on, with its weights; the modules keep their parameters and hooks. optimizer: the
+    model's. targets: the number of targets that the loss of one step is a mean over.
     """
     gradient_amax = INITIAL_GRADIENT_AMAX / targets
     for block in model.transformer.h:
-        block.attn.c_attn = Linear(block.attn.c_attn, gradient_amax)
-        block.attn.c_proj = Linear(block.attn.c_proj, gradient_amax)
-        block.mlp = MLP(block.mlp, gradient_amax)
-    quantize_weights(scaled_modules(model))
+        attention, mlp = block.attn, block.mlp
+        attention.c_attn.__class__ = attention.c_proj.__class__ = Linear
+        mlp.__class__ = MLP
+        for module in (attention.c_attn, attention.c_proj, mlp):
+            module.add_scales(gradient_amax)
+    modules = scaled_modules(model)
+    quantize_weights(modules)
+    optimizer.register_step_post_hook(lambda *_: update_scales(modules))
 
 
 @torch.no_grad()
-def update_scales(model, micro_steps):
+def update_scales(modules):
     """After an optimizer step: new scales from the mean amax of its micro-batches, and the new weights in float8.
 
-    micro_steps: micro-batches that the step accumulated. A scale stays as it is where the amax is 0, infinite or NaN.
+    A scale stays as it is where the amax is 0, infinite or NaN.
     """
-    modules = scaled_modules(model)
-    all_amax = [module.amax.grad for module in modules]
-    all_scales = [module.scales[: len(module.amax), 0] for module in modules]
-    new_scales, old_scales = torch.cat(all_amax) * (HEADROOM / FP8_MAX / micro_steps), torch.cat(all_scales)
+    sums = [module.amax.grad for module in modules]
+    all_scales = [module.scales[: len(each) - 1, 0] for module, each in zip(modules, sums)]
+    mean_amax = torch.cat([each[:-1] for each in sums]) / sums[0][-1]
+    new_scales, old_scales = mean_amax * (HEADROOM / FP8_MAX), torch.cat(all_scales)
     new_scales = torch.where(new_scales.isfinite() & (new_scales > 0), new_scales, old_scales)
-    torch._foreach_copy_(all_scales, list(new_scales.split([len(amax) for amax in all_amax])))
-    torch._foreach_zero_(all_amax)
+    torch._foreach_copy_(all_scales, list(new_scales.split([len(scales) for scales in all_scales])))
+    torch._foreach_zero_(sums)
     quantize_weights(modules)
 
 
@@ -74,7 +79,7 @@ def update_scales(model, micro_steps):
 def quantize_weights(modules):
     """Update the scales and the float8 copies of all weights."""
     weights = [weight for module in modules for weight in module.weights]
-    scales = [scale for module in modules for scale in module.scales[len(module.amax) :, 0]]
+    scales = [scale for module in modules for scale in module.scales[-len(module.weights) :, 0]]
     pairs = [pair for module in modules for pair in module.weights_fp8]
     torch._foreach_copy_(scales, torch._foreach_div(torch._foreach_norm(weights, float("inf")), FP8_MAX))
     for weight, scale, pair in zip(weights, scales, pairs):
@@ -96,25 +101,24 @@ class ScaledModule(nn.Module):
     weights_fp8: for each weight its float8 copy, row-major and transposed.
     scales (S, 4) float32: column 0 has the scales, first of activations and gradients, then of the weights. Rows are 16
     bytes, because cuBLASLt reads a scale from an address that is a multiple of 16.
-    amax: a leaf tensor with one entry for each activation and gradient; amax.grad accumulates the measured values.
+    amax: a leaf tensor with one entry for each activation and gradient, 0, and a last one, 1: what an operator starts
+    its measurement from. amax.grad accumulates the measured values, and in the last entry counts the micro-batches.
     """
 
-    def add_scales(self, weights, initial_amax):
+    def set_up(self, weights, initial_amax):
         device = weights[0].device
         self.weights = weights
         self.weights_fp8 = [fp8_cast.empty_float8_pair(weight) for weight in weights]
         self.scales = torch.zeros(len(initial_amax) + len(weights), 4, device=device)
         self.scales[: len(initial_amax), 0] = torch.tensor(initial_amax) * (HEADROOM / FP8_MAX)
-        self.amax = torch.zeros(len(initial_amax), device=device, requires_grad=True)
+        self.amax = torch.tensor([0.0] * len(initial_amax) + [1.0], device=device, requires_grad=True)
 
 
-class Linear(ScaledModule):
+class Linear(ScaledModule, nn.Linear):
     """nn.Linear in float8. Without gradients, as in evaluation, it is plain nn.Linear."""
 
-    def __init__(self, plain, gradient_amax):
-        super().__init__()
-        self.weight, self.bias = plain.weight, plain.bias
-        self.add_scales([self.weight], [INITIAL_ACTIVATION_AMAX, gradient_amax])
+    def add_scales(self, gradient_amax):
+        self.set_up([self.weight], [INITIAL_ACTIVATION_AMAX, gradient_amax])
 
     def forward(self, x):
         if not torch.is_grad_enabled():
@@ -127,11 +131,9 @@ class Linear(ScaledModule):
 class MLP(ScaledModule):
     """model.MLP in float8. Without gradients, as in evaluation, it is the plain MLP."""
 
-    def __init__(self, plain, gradient_amax):
-        super().__init__()
-        self.c_fc, self.c_proj = plain.c_fc, plain.c_proj
+    def add_scales(self, gradient_amax):
         initial_amax = [INITIAL_ACTIVATION_AMAX, INITIAL_ACTIVATION_AMAX, gradient_amax, gradient_amax]
-        self.add_scales([self.c_fc.weight, self.c_proj.weight], initial_amax)
+        self.set_up([self.c_fc.weight, self.c_proj.weight], initial_amax)
 
     def forward(self, x):
         if not torch.is_grad_enabled():
@@ -170,7 +172,7 @@ def linear(
     bias (M,).
     """
     x_scale, _, w_scale = scales[:, 0]
-    measured = torch.zeros_like(amax)
+    measured = amax.detach().clone()
     x8, x8_t, _ = fp8_cast.quantize(x, x_scale, measured[0])
     y = float8_gemm(x8, w8, x_scale, w_scale, x.dtype, bias.to(x.dtype), fast_accumulation=True)
     return y, x8_t, measured
@@ -225,7 +227,7 @@ def mlp(
     float32 take part only to receive gradients.
     """
     x_scale, a_scale, _, _, w1_scale, w2_scale = scales[:, 0]
-    measured = torch.zeros_like(amax)
+    measured = amax.detach().clone()
     x8, x8_t, _ = fp8_cast.quantize(x, x_scale, measured[0])
     h = float8_gemm(x8, w1_8, x_scale, w1_scale, x.dtype, fast_accumulation=True)  # the GELU kernel adds b1
     a8, a8_t = fp8_cast.gelu(h, b1, a_scale, measured[1])

@@ -73,6 +73,8 @@ class Muon(torch.optim.Optimizer):
         skip, applied = self.found_inf > 0, 1 - self.found_inf
         for group in self.matrices:
             weights = group["params"]
+            if weights[0].grad is None:
+                continue
             shape, mesh = weights[0].shape, weights[0].device_mesh if isinstance(weights[0], DTensor) else None
             shards = [local(weight).detach() for weight in weights]
             directions = shards[0].new_empty(len(weights), *shards[0].shape, dtype=torch.bfloat16)

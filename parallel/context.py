@@ -50,10 +50,7 @@ def check_flags(config, distributed):
 
 
 def split(model, config, distributed):
-    """Let each group of --context ranks share the sequences that a GPT trains on, in place.
-
-    Call it after fp8.convert(): a layer that is replaced later loses its hooks.
-    """
+    """Let each group of --context ranks share the sequences that a GPT trains on, in place."""
     if config.context == 1:
         return
     # not a dimension of FSDP's mesh, whose replicas and shards include the ranks of a context group
