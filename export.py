@@ -19,6 +19,7 @@ from typing import Annotated
 import tyro
 from safetensors import SafetensorError
 
+from checkpoints import hugging_face
 from checkpoints.load import load_model
 from common.cli import UserError, first_line, out_of_memory, parse, run
 from data.tokenizer import save_tokenizer
@@ -46,7 +47,7 @@ def main():
     try:
         shutil.rmtree(unfinished, ignore_errors=True)
         unfinished.mkdir(parents=True)
-        model.save_pretrained(unfinished)
+        hugging_face.write(model, unfinished)
         save_tokenizer(unfinished, model.config.seq_len)
         unfinished.rename(out)
     except (OSError, SafetensorError) as error:

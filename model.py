@@ -1,36 +1,19 @@
-"""GPT-2: attention, MLP, block, GPT; loss, KV cache, loading and saving in Hugging Face's format.
+"""GPT-2: attention, MLP, block, GPT; loss, KV cache.
 
 Architecture: Radford et al. 2019, "Language Models are Unsupervised Multitask Learners", with parameter names
 as OpenAI and Hugging Face have them. Shapes: B batch, T sequence, C embedding width, H heads, V vocabulary.
 """
 
-import json
 import math
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from common.files import read_json
-from common.hub import find_file
 from kernels.documents import NO_BOUNDARIES, Documents, document_attention, find_hidden, has_varlen_attention
 from kernels.mlp import fused_mlp
-
-# Linear weights that OpenAI's code, and so Hugging Face, stores as (in, out); nn.Linear stores (out, in)
-TRANSPOSED = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
-
-# Options of Hugging Face's config.json with the only values that this model implements, which are also their defaults
-OPTIONS = dict(
-    model_type="gpt2",
-    activation_function="gelu_new",
-    layer_norm_epsilon=1e-5,
-    scale_attn_weights=True,
-    scale_attn_by_inverse_layer_idx=False,
-    tie_word_embeddings=True,
-)
 
 
 @dataclass
@@ -218,13 +201,6 @@ class GPT(nn.Module):
                 weight.fill_(1)
             fill(parameter, weight)
 
-    @classmethod
-    def empty(cls, config):
-        """A GPT with uninitialized weights, which are about to be loaded."""
-        with torch.device("meta"):
-            model = cls(config)
-        return model.to_empty(device=torch.get_default_device())
-
     def num_params(self):
         """Number of parameters; the tied embedding counts once, its padding not at all."""
         padding = self.config.table_rows - self.config.vocab_size
@@ -296,102 +272,3 @@ class GPT(nn.Module):
     def new_cache(self, capacity):
         """An empty KV cache for forward, with room for `capacity` tokens."""
         return Cache(self.config.n_layer, capacity, next(self.parameters()).device)
-
-    # --------------------------------------------------------------------------------------------------------------
-    # Hugging Face: a folder (or a name on the hub) with config.json and model.safetensors
-
-    @classmethod
-    def from_pretrained(cls, name, **options):
-        """The model in a Hugging Face folder, or by its name on the hub: gpt2, gpt2-medium, gpt2-large, gpt2-xl, ...
-
-        options: fields of GPTConfig other than sizes.
-        Raises OSError when it cannot be read or downloaded, ValueError when it is not a GPT-2.
-        """
-        from safetensors.torch import load_file
-
-        model = cls.empty(cls.pretrained_config(name, **options))
-        model.load_hugging_face(load_file(find_file(name, "model.safetensors")))
-        return model
-
-    @staticmethod
-    def pretrained_config(name, **options):
-        """The GPTConfig of the model that from_pretrained would load; raises the same."""
-        sizes = read_json(find_file(name, "config.json"))
-        for option, value in OPTIONS.items():
-            if sizes.get(option, value) != value:
-                raise ValueError(f"{option} is {sizes[option]!r:.99} in config.json, this GPT-2 needs {value!r}")
-        names = ("n_positions", "vocab_size", "n_layer", "n_head", "n_embd")  # in the order of GPTConfig's fields
-        for name in names:
-            if type(sizes.get(name)) is not int or not 0 < sizes[name] < 2**24:
-                raise ValueError(f"{name} is {sizes.get(name)} in config.json")
-        return GPTConfig(*(sizes[name] for name in names), **options)
-
-    def save_config(self, folder):
-        """Write config.json as `transformers` reads it. The folder must exist."""
-        c = self.config
-        description = dict(
-            **OPTIONS,
-            architectures=["GPT2LMHeadModel"],
-            n_positions=c.seq_len,
-            vocab_size=c.vocab_size,
-            n_layer=c.n_layer,
-            n_head=c.n_head,
-            n_embd=c.n_embd,
-            embd_pdrop=0.0,
-            attn_pdrop=0.0,
-            resid_pdrop=0.0,
-            bos_token_id=c.vocab_size - 1,
-            eos_token_id=c.vocab_size - 1,
-        )
-        (Path(folder) / "config.json").write_text(json.dumps(description, indent=2) + "\n")
-
-    def save_pretrained(self, folder, weights=None):
-        """Write config.json and model.safetensors as `transformers` reads them. The folder must exist.
-
-        weights: a result of to_hugging_face(); by default the current weights.
-        """
-        from safetensors.torch import save_file
-
-        self.save_config(folder)
-        path = Path(folder) / "model.safetensors"
-        save_file(weights or self.to_hugging_face(), path, metadata={"format": "pt"})
-        path.chmod(0o644)  # safetensors leaves it readable to its owner alone
-
-    def to_hugging_face(self):
-        """Copies of the weights in host memory, by Hugging Face's names, without padding and without the tied head."""
-        weights = {}
-        for name, parameter in self.named_parameters():
-            weight = stored_layout(name, parameter.detach())
-            if name.endswith("wte.weight"):
-                weight = weight[: self.config.vocab_size]
-            weights[name] = to_host(weight.contiguous())
-        return weights
-
-    @torch.no_grad()
-    def load_hugging_face(self, weights, fill=torch.Tensor.copy_):
-        """Load a dict like to_hugging_face()'s; the prefix "transformer." is optional. fill: see init_weights.
-
-        Raises ValueError when a weight is missing or has another shape.
-        """
-        weights = {name.removeprefix("transformer."): weight for name, weight in weights.items()}
-        for name, parameter in self.named_parameters():
-            weight = weights.get(name.removeprefix("transformer."))
-            if weight is None:
-                raise ValueError(f"the weights lack {name}")
-            weight = stored_layout(name, weight)
-            padding = self.config.table_rows - self.config.vocab_size if name.endswith("wte.weight") else 0
-            shape = (len(parameter) - padding, *parameter.shape[1:])
-            if weight.shape != shape:
-                raise ValueError(f"{name} is {tuple(weight.shape)} in the weights, {shape} in the model")
-            fill(parameter, F.pad(weight, (0, 0, 0, padding)) if padding else weight)
-
-
-def stored_layout(name, weight):
-    """Convert a weight to the layout of OpenAI's files, or back."""
-    # mT: PyTorch 2.11's t() of a DTensor loses the order of FSDP's shards of a split layer
-    return weight.mT if name.endswith(TRANSPOSED) else weight
-
-
-def to_host(tensor):
-    """A copy in host memory, page-locked if it comes from a GPU: the copy is then several times faster."""
-    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda).copy_(tensor)

@@ -6,19 +6,21 @@ Nothing in a checkpoint can execute when it is loaded.
 import contextlib
 from pathlib import Path
 
+import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from checkpoints import formats, pieces
+from checkpoints.hugging_face import WEIGHTS, fill_weights, read_config, stored_layout
 from checkpoints.run_folder import checkpoints_of, facts_of
-from checkpoints.save import STATE, TRAINING, WEIGHTS
+from checkpoints.save import STATE, TRAINING
 from common.cli import UserError, first_line, is_out_of_memory
 from common.dtensors import fill
 from common.files import digest, json_digest, read_json
 from common.hub import find_file, hub_errors
 from common.progress import progress
 from data.tokenizer import VOCAB_SIZE
-from model import GPT, GPTConfig, stored_layout
+from model import GPT, GPTConfig
 
 # what a run resumes from
 TRAINING_TYPES = dict(step=int, tokens=int, loader=dict, scaler=dict, run=dict, sha256=dict)
@@ -124,7 +126,9 @@ def load_model(name):
     name = locate(name)
     config = load_config(name)
     with explained(name):
-        model = GPT.empty(config)
+        with torch.device("meta"):  # no weights are drawn that others replace
+            model = GPT(config)
+        model.to_empty(device=torch.get_default_device())
     verify_weights(name)
     load_weights(name, model)
     return model
@@ -174,19 +178,19 @@ def load_weights(name, model):
     """
     with explained(name):
         if formats.is_torch_file(name):
-            model.load_hugging_face(formats.load(name)[1], fill)
+            fill_weights(model, formats.load(name)[1], fill)
         elif (files := weight_files(name)) != [WEIGHTS]:
             targets = {own: stored_layout(own, each.detach()) for own, each in model.named_parameters()}
             pieces.load(name, files, targets)
         else:
-            model.load_hugging_face(load_file(find_file(name, WEIGHTS)), fill)
+            fill_weights(model, load_file(find_file(name, WEIGHTS)), fill)
 
 
 def load_config(name):
     """The GPTConfig of what load_model would load. Raises UserError if it cannot be read or is no GPT-2."""
     with explained(name):
         is_torch_file = formats.is_torch_file(name)
-        config = GPTConfig(**formats.load(name)[0]) if is_torch_file else GPT.pretrained_config(name)
+        config = GPTConfig(**formats.load(name)[0]) if is_torch_file else read_config(name)
     if config.n_layer > MAX_LAYERS:
         raise UserError(f"{name} has {config.n_layer:,} layers, at most {MAX_LAYERS:,} are supported")
     if config.vocab_size != VOCAB_SIZE:

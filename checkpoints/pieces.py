@@ -21,10 +21,10 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.tensor import DTensor
 
+from checkpoints.hugging_face import to_host
 from common.cli import UserError, first_line
-from common.files import digest, flush_to_disk, regular_file
-from model import to_host
 from common.dtensors import fill, local
+from common.files import digest, flush_to_disk, regular_file
 
 FILE_BYTES = 2**30  # a rank's files are about this large: each is copied in memory before it is written
 

@@ -13,14 +13,14 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 
-from checkpoints import pieces
+from checkpoints import hugging_face, pieces
+from checkpoints.hugging_face import WEIGHTS, host_weights, stored_layout, to_host
 from common.files import digest, flush_to_disk, json_digest
 from data.tokenizer import save_tokenizer
-from model import stored_layout, to_host
 from optim.optimizer import named_state
 from parallel.tensor import in_gpt2_order
 
-WEIGHTS, STATE, TRAINING = "model.safetensors", "optimizer.safetensors", "training.json"
+STATE, TRAINING = "optimizer.safetensors", "training.json"
 README = """The weights are in pieces, shard-*.safetensors, which the commands of this project read.
 `transformers` needs one file: python export.py {folder} my-gpt2
 """
@@ -44,7 +44,7 @@ def snapshot(model, optimizer, distributed):
     for name, tensor in named_state(model, optimizer).items():
         is_table = name.endswith("wte.weight") and tensor.dim() == 2
         state[name] = tensor[: model.config.vocab_size] if is_table else tensor  # pad_vocab's rows are zeros
-    return model.to_hugging_face(), {name: to_host(tensor.detach()) for name, tensor in state.items()}
+    return host_weights(model), {name: to_host(tensor.detach()) for name, tensor in state.items()}
 
 
 def sharded_snapshot(model, optimizer, distributed):
@@ -91,14 +91,14 @@ def write(folder, model, tensors, training, group=None):
             return
         if lost := [name for name in hashes if not (unfinished / name).exists()]:
             raise OSError(f"{lost[0]} is not in {unfinished}: all machines must share --log_dir")
-        model.save_config(unfinished)
+        hugging_face.write_config(model.config, unfinished)
         (unfinished / "README.md").write_text(README.format(folder=folder))
     else:
         if unfinished.exists():
             shutil.rmtree(unfinished)
         unfinished.mkdir(parents=True)
         weights, state = tensors
-        model.save_pretrained(unfinished, weights)
+        hugging_face.write(model, unfinished, weights)
         save_file(state, unfinished / STATE)
         (unfinished / STATE).chmod(0o644)  # safetensors makes it readable to its owner alone
         for name, written in ((WEIGHTS, weights), (STATE, state)):

@@ -9,6 +9,7 @@ from test_hellaswag import ALONE, make_items
 from test_hellaswag import tiny as tiny_gpt2
 from transformers import AutoModelForCausalLM
 
+from checkpoints import hugging_face
 from hellaswag import MultipleChoice
 
 TASK = """
@@ -27,7 +28,7 @@ metric_list: [{metric: acc, aggregation: mean, higher_is_better: true}]
 def test_the_export_has_no_training_state(command, tmp_path):
     model = tiny_gpt2()
     (tmp_path / "checkpoint_000003").mkdir()
-    model.save_pretrained(tmp_path / "checkpoint_000003")
+    hugging_face.write(model, tmp_path / "checkpoint_000003")
     (tmp_path / "checkpoint_000003" / "optimizer.safetensors").write_bytes(b"large")
     done = command("export.py", "checkpoint_000003", "some/where")
     assert done.returncode == 0 and "from_pretrained" in done.stdout, done.stderr
@@ -49,7 +50,7 @@ def test_lm_eval_computes_the_same_accuracy(command, tmp_path):
 
     model, items = tiny_gpt2(), [item | dict(endings=(item["endings"] * 2)[:4]) for item in make_items(12)]
     (tmp_path / "c").mkdir()
-    model.save_pretrained(tmp_path / "c")
+    hugging_face.write(model, tmp_path / "c")
     assert command("export.py", "c", "out").returncode == 0
     (tmp_path / "items.jsonl").write_text("".join(json.dumps(item) + "\n" for item in items))
     (tmp_path / "task.yaml").write_text(TASK.replace("ITEMS", str(tmp_path / "items.jsonl")))

@@ -5,6 +5,7 @@ import pytest
 import torch
 from conftest import ALONE, WORDS, expect_error, make_items
 
+from checkpoints import hugging_face
 from common.cli import UserError
 from data.tokenizer import VOCAB_SIZE, get_tokenizer
 from hellaswag import MultipleChoice, load_items
@@ -106,7 +107,7 @@ def test_a_limit_spreads_over_all_items(tmp_path):
 
 
 def test_the_command_and_its_errors(command, tmp_path):
-    tiny().save_pretrained(tmp_path)
+    hugging_face.write(tiny(), tmp_path)
     good = tmp_path / "items.jsonl"
     good.write_text("".join(json.dumps(item) + "\n" for item in make_items(6)))
     done = command("hellaswag.py", tmp_path, "--data", good, "--device", "cpu")

@@ -3,7 +3,6 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from transformers import GPT2Config, GPT2LMHeadModel
 
 from model import GPT, GPTConfig
 
@@ -32,47 +31,6 @@ def assert_same(one, other, rtol=1e-5, atol=1e-6):
     assert one[0] == pytest.approx(other[0], rel=rtol)
     for name in one[1]:
         torch.testing.assert_close(one[1][name], other[1][name], rtol=rtol, atol=atol, msg=name)
-
-
-def hugging_face_model():
-    sizes = dict(n_positions=24, vocab_size=301, n_layer=3, n_head=4, n_embd=32, bos_token_id=300, eos_token_id=300)
-    model = GPT2LMHeadModel(GPT2Config(**sizes))
-    with torch.no_grad():
-        for parameter in model.parameters():  # biases too: at 0 they would hide a swap
-            parameter.normal_(std=0.3)
-    return model.eval()
-
-
-@pytest.mark.parametrize("flash", [True, False])
-@pytest.mark.parametrize("pad_vocab", [True, False])
-def test_from_hugging_face(tmp_path, flash, pad_vocab):
-    theirs = hugging_face_model()
-    theirs.save_pretrained(tmp_path)
-    ours = GPT.from_pretrained(tmp_path, flash=flash, pad_vocab=pad_vocab)
-    x, y = batch()
-    expected = theirs(x, labels=x)
-    torch.testing.assert_close(ours(x), expected.logits, rtol=1e-4, atol=2e-5)
-    assert ours(x[:, :-1], x[:, 1:]).item() == pytest.approx(expected.loss.item(), rel=1e-5)
-
-
-@pytest.mark.parametrize("pad_vocab", [True, False])
-def test_to_hugging_face(tmp_path, pad_vocab):
-    ours = tiny(pad_vocab=pad_vocab)
-    ours.save_pretrained(tmp_path)
-    theirs = GPT2LMHeadModel.from_pretrained(tmp_path).eval()
-    x, _ = batch()
-    expected = theirs(x, labels=x)
-    torch.testing.assert_close(expected.logits, ours(x), rtol=1e-4, atol=1e-5)
-    assert ours(x[:, :-1], x[:, 1:]).item() == pytest.approx(expected.loss.item(), rel=1e-5)
-
-
-def test_saved_weights_come_back_bit_for_bit(tmp_path):
-    model = tiny(pad_vocab=True)
-    model.save_pretrained(tmp_path)
-    for pad_vocab in (True, False):
-        again = GPT.from_pretrained(tmp_path, pad_vocab=pad_vocab)
-        for name, weight in model.to_hugging_face().items():
-            assert torch.equal(again.to_hugging_face()[name], weight), name
 
 
 def test_bf16_residual_differs_by_rounding():
@@ -195,8 +153,6 @@ def test_gpt2_has_its_parameters_and_its_initialization():
     [
         lambda: GPT(GPTConfig(n_embd=30, n_head=4)),
         lambda: tiny()(torch.zeros(1, 25, dtype=torch.long)),
-        lambda: tiny().load_hugging_face({}),
-        lambda: tiny().load_hugging_face(GPT(GPTConfig(**{**SIZES, "n_embd": 16})).to_hugging_face()),
     ],
 )
 def test_what_does_not_fit_is_refused(make):

@@ -9,6 +9,7 @@ from test_hellaswag import tiny as tiny_gpt2
 from test_model import tiny
 
 import sample as sample_module
+from checkpoints import hugging_face
 from common.cli import UserError
 from sample import continue_prompt, draw_token, generate, read_prompt, sample
 
@@ -120,7 +121,7 @@ def test_read_prompt(monkeypatch, tmp_path):
 def test_the_command_and_its_errors(command, tmp_path):
     for name in ("c", "run/checkpoint_000009", "empty"):
         (tmp_path / name).mkdir(parents=True)
-        tiny_gpt2().save_pretrained(tmp_path / name)
+        hugging_face.write(tiny_gpt2(), tmp_path / name)
     (tmp_path / "empty" / "config.json").write_text('{"finished": false}')
     arguments = ("sample.py", "c", "--prompt", "Once upon", "--max_new_tokens", 12, "--device", "cpu", "--top_p", 0.9)
     done = command(*arguments, "--count", 2)

@@ -1,0 +1,115 @@
+"""GPT-2 in Hugging Face's format: a folder, or a name on the hub, with config.json and model.safetensors."""
+
+import json
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import save_file
+
+from common.files import read_json
+from common.hub import find_file
+from model import GPTConfig
+
+WEIGHTS = "model.safetensors"
+
+# Linear weights that OpenAI's code, and so Hugging Face, stores as (in, out); nn.Linear stores (out, in)
+TRANSPOSED = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
+
+# Options of config.json with the only values that GPT implements, which are also their defaults
+OPTIONS = dict(
+    model_type="gpt2",
+    activation_function="gelu_new",
+    layer_norm_epsilon=1e-5,
+    scale_attn_weights=True,
+    scale_attn_by_inverse_layer_idx=False,
+    tie_word_embeddings=True,
+)
+
+
+def read_config(name):
+    """The GPTConfig of the model in a folder, or by its name on the hub: gpt2, gpt2-medium, gpt2-large, gpt2-xl, ...
+
+    Raises OSError when it cannot be read or downloaded, ValueError when it is not a GPT-2.
+    """
+    sizes = read_json(find_file(name, "config.json"))
+    for option, value in OPTIONS.items():
+        if sizes.get(option, value) != value:
+            raise ValueError(f"{option} is {sizes[option]!r:.99} in config.json, this GPT-2 needs {value!r}")
+    names = ("n_positions", "vocab_size", "n_layer", "n_head", "n_embd")  # in the order of GPTConfig's fields
+    for name in names:
+        if type(sizes.get(name)) is not int or not 0 < sizes[name] < 2**24:
+            raise ValueError(f"{name} is {sizes.get(name)} in config.json")
+    return GPTConfig(*(sizes[name] for name in names))
+
+
+def write_config(config, folder):
+    """Write a GPTConfig as config.json, which `transformers` reads. The folder must exist."""
+    description = dict(
+        **OPTIONS,
+        architectures=["GPT2LMHeadModel"],
+        n_positions=config.seq_len,
+        vocab_size=config.vocab_size,
+        n_layer=config.n_layer,
+        n_head=config.n_head,
+        n_embd=config.n_embd,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+        resid_pdrop=0.0,
+        bos_token_id=config.vocab_size - 1,
+        eos_token_id=config.vocab_size - 1,
+    )
+    (Path(folder) / "config.json").write_text(json.dumps(description, indent=2) + "\n")
+
+
+def write(model, folder, weights=None):
+    """Write config.json and model.safetensors as `transformers` reads them. The folder must exist.
+
+    weights: a result of host_weights(model); by default the current weights.
+    """
+    write_config(model.config, folder)
+    path = Path(folder) / WEIGHTS
+    save_file(weights or host_weights(model), path, metadata={"format": "pt"})
+    path.chmod(0o644)  # safetensors leaves it readable to its owner alone
+
+
+def host_weights(model):
+    """Copies of the weights in host memory, by Hugging Face's names, without padding and without the tied head."""
+    weights = {}
+    for name, parameter in model.named_parameters():
+        weight = stored_layout(name, parameter.detach())
+        if name.endswith("wte.weight"):
+            weight = weight[: model.config.vocab_size]
+        weights[name] = to_host(weight.contiguous())
+    return weights
+
+
+@torch.no_grad()
+def fill_weights(model, weights, fill=torch.Tensor.copy_):
+    """Copy a dict like host_weights' into a model; the prefix "transformer." is optional.
+
+    fill(parameter, weight) copies each into its parameter, which may be sharded over ranks.
+    Raises ValueError when a weight is missing or has another shape.
+    """
+    weights = {name.removeprefix("transformer."): weight for name, weight in weights.items()}
+    for name, parameter in model.named_parameters():
+        weight = weights.get(name.removeprefix("transformer."))
+        if weight is None:
+            raise ValueError(f"the weights lack {name}")
+        weight = stored_layout(name, weight)
+        padding = model.config.table_rows - model.config.vocab_size if name.endswith("wte.weight") else 0
+        shape = (len(parameter) - padding, *parameter.shape[1:])
+        if weight.shape != shape:
+            raise ValueError(f"{name} is {tuple(weight.shape)} in the weights, {shape} in the model")
+        fill(parameter, F.pad(weight, (0, 0, 0, padding)) if padding else weight)
+
+
+def stored_layout(name, weight):
+    """Convert a weight to the layout of OpenAI's files, or back."""
+    # mT: PyTorch 2.11's t() of a DTensor loses the order of FSDP's shards of a split layer
+    return weight.mT if name.endswith(TRANSPOSED) else weight
+
+
+def to_host(tensor):
+    """A copy in host memory, page-locked if it comes from a GPU: the copy is then several times faster."""
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda).copy_(tensor)
