@@ -169,15 +169,7 @@ def train_step(trainer, step, next_batch, stop_signal=None):
     wait = distributed.begin_all_reduce(loss_sum / world_size, norm / world_size, stop, trainer.monitor.report())
     update_if_finite(trainer.optimizer, scaler, norm)
     zero_gradients(trainer.optimizer, trainer.train_forward)
-<<<<<<< HEAD
-    if config.fp8:
-        from kernels import fp8
-
-        fp8.update_scales(trainer.model, micro_steps)
     loss, norm, stop, *own_ms = wait()  # waits for the all-reduce, not for the update: the GPU stays busy
-=======
-    loss, norm, stop, *reports = wait()  # waits for the all-reduce, not for the update: the GPU stays busy
->>>>>>> c33fe60 (fp8: convert() changes modules in place, so hooks stay and the order of calls is free; scales follow in an optimizer hook)
     scale = scaler.get_scale() if scaler.is_enabled() else None
     # fp16: GradScaler skips an update that overflows and halves its scale, which is normal until the scale is below 1
     finite = math.isfinite(loss if scale and scale >= 1 else loss + norm)
