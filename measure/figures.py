@@ -4,41 +4,15 @@ import statistics
 from itertools import cycle, product
 
 from common.cli import word
+from watch.curves import INK, MUTED, PALETTE, RULE, mark, new_figure
 
-INK, MUTED, RULE = "#1f2328", "#6a737d", "#d8dee4"
 SPEED, MEMORY = "#2f6fbb", "#c77d2e"
-PALETTE = ("#2f6fbb", "#c77d2e", "#4f9d69", "#b5495b", "#7d5ba6", "#8a8f98", "#3aa6a6")
 STYLES = ("-", "--", "-.")
 PARTS = ("#7d5ba6", "#b5495b", "#4f9d69", "#e0a458", "#8fb3dc", "#8a8f98")  # of memory, as in step_memory.py
 HEAT = "Blues"
 LABEL = dict(facecolor="white", edgecolor="none", pad=1)  # behind a text that a line may cross
 MODEL_FLAGS = {"model", "n_layer", "n_head", "n_embd"}
 UNEVEN = 0.3  # steps are marked as uneven from this ratio of their times' interquartile range to the median
-
-
-def new_figure(width, height, columns=1, mosaic=None, **options):
-    """(figure, axes): width × height inches; axes is a list of `columns` Axes, or {name: Axes} of a mosaic."""
-    from matplotlib.figure import Figure  # takes half a second; most runs draw nothing until their end
-
-    figure = Figure(figsize=(width, height), dpi=160, layout="constrained")
-    axes = figure.subplot_mosaic(mosaic) if mosaic else figure.subplots(1, columns, squeeze=False, **options)[0]
-    for ax in figure.axes:
-        ax.spines[["top", "right"]].set_visible(False)
-        ax.spines[["left", "bottom"]].set_color(RULE)
-        ax.tick_params(which="both", colors=INK, length=0, labelsize=9)
-    return figure, axes
-
-
-def mark(ax, value, text):
-    """A dashed line at a value of the y axis, with its text to the right of the axes, where no curve is."""
-    ax.axhline(value, color=MUTED, linewidth=1, linestyle="--")
-    ax.text(1.01, value, text, transform=ax.get_yaxis_transform(), va="center", fontsize=8, color=MUTED)
-
-
-def unit(most):
-    """(scale, name) of the unit for an axis that ends at `most`: (1e6, "million ") for 3,000,000."""
-    units = ((1e9, "billion "), (1e6, "million "), (1e3, "thousand "), (1, ""))
-    return next((scale, name) for scale, name in units if most >= scale or scale == 1)
 
 
 def rate_text(rate, least):

@@ -1,7 +1,7 @@
 import json
+import sys
 
 import pytest
-from conftest import expect_error
 
 from common.cli import UserError
 from watch import curves
@@ -26,8 +26,8 @@ def write_run(folder, steps, hellaswag=True, **facts):
 def drawn(monkeypatch):
     """The (figure, axes) of what is drawn."""
     figures = []
-    real = curves.figures.new_figure
-    monkeypatch.setattr(curves.figures, "new_figure", lambda *a, **k: figures.append(real(*a, **k)) or figures[-1])
+    real = curves.new_figure
+    monkeypatch.setattr(curves, "new_figure", lambda *a, **k: figures.append(real(*a, **k)) or figures[-1])
     return figures
 
 
@@ -67,14 +67,15 @@ def test_without_hellaswag_there_are_three_panels(tmp_path, drawn):
 
 
 def test_gpt2s_loss_is_drawn_for_its_data_alone(tmp_path, drawn):
-    edu, other = dict(dataset="HuggingFaceFW/fineweb-edu"), dict(dataset=None, data_dir="edu_fineweb10B")
-    older, demo = dict(data_dir="/data/edu_fineweb10B"), dict(data_dir="demo_data")
-    runs = [write_run(tmp_path / str(i), 3, **facts) for i, facts in enumerate((edu, other, older, demo))]
-    for folders in (*([run] for run in runs), [runs[0], runs[2]], [runs[0], runs[3]]):
+    """The dataset decides, not the names of folders."""
+    edu = dict(dataset="HuggingFaceFW/fineweb-edu", data_dir="my_data")
+    others = dict(dataset=None, data_dir="edu_fineweb10B"), dict(data_dir="edu_fineweb10B"), dict(dataset="my/own")
+    runs = [write_run(tmp_path / f"edu_fineweb{i}", 3, **facts) for i, facts in enumerate((edu, edu, *others))]
+    for folders in (*([run] for run in runs), runs[:2], [runs[0], runs[2]]):
         curves.draw(folders, tmp_path / "curves.png")
     marked = [texts(axes["loss"]) for _, axes in drawn]
     line = ["GPT-2 124M\n3.2924"]
-    assert marked == [line, [], line, [], line, []]
+    assert marked == [line, line, [], [], [], line, []]
 
 
 def test_a_run_of_some_length_draws_its_curves(tmp_path, capsys):
@@ -86,10 +87,22 @@ def test_a_run_of_some_length_draws_its_curves(tmp_path, capsys):
     assert "no curves.png: cannot read" in capsys.readouterr().out
 
 
-def test_several_runs_have_a_file_of_their_own(command, tmp_path):
+@pytest.fixture
+def command(tmp_path, monkeypatch):
+    """Call main() in an empty folder with these arguments."""
+
+    def call(*args):
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setattr(sys, "argv", ["curves.py", *args])
+        curves.main()
+
+    return call
+
+
+def test_several_runs_have_a_file_of_their_own(command, tmp_path, capsys):
     runs = [write_run(tmp_path / "log" / name, 3) for name in "abcd"]
-    done = command("curves.py", "log/a", "log/b/")
-    assert done.returncode == 0 and done.stdout == "log/curves-a-b.png\n", done.stderr
+    command("log/a", "log/b/")
+    assert capsys.readouterr().out == "log/curves-a-b.png\n"
     assert (tmp_path / "log/curves-a-b.png").exists() and not (runs[0] / "curves.png").exists()
     assert curves.default_path(runs) == tmp_path / "log/curves-4-runs.png"
     assert curves.default_path(runs[:1]) == runs[0] / "curves.png"
@@ -97,13 +110,15 @@ def test_several_runs_have_a_file_of_their_own(command, tmp_path):
 
 def test_the_command_and_its_errors(command, tmp_path):
     write_run(tmp_path / "one", 20)
-    done = command("curves.py", "one", "--out", "figure.png")
-    assert done.returncode == 0 and (tmp_path / "figure.png").exists(), done.stderr
-    expect_error(command("curves.py", "nothing"), "nothing/metrics.jsonl", "log/RUN")
-    expect_error(command("curves.py", "one", "--out", "no/such/folder.png"), "no/such/folder.png")
-    expect_error(command("curves.py", "one", "--out", "figure.words"), "figure.words")
+    command("one", "--out", "figure.png")
+    assert (tmp_path / "figure.png").exists()
+    for path in ("no/such/folder.png", "figure.words"):
+        with pytest.raises(UserError, match=f"cannot write {path}: "):
+            command("one", "--out", path)
+    with pytest.raises(UserError, match="cannot read nothing/metrics.jsonl: .*; give folders of runs, such as log/RUN"):
+        command("nothing")
     (tmp_path / "empty").mkdir()
     for content in (b"", b'\xff\xfe{"tokens": 1}\n', b'{"tokens": 1, "val_loss": 2}\n'):
         (tmp_path / "empty" / "metrics.jsonl").write_bytes(content)
         with pytest.raises(UserError, match="nothing is logged"):
-            curves.read(tmp_path / "empty")
+            command("empty")

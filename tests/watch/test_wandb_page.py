@@ -7,9 +7,9 @@ import torch
 
 from common.cli import UserError
 from config import Config
-from measure import figures
 from parallel.process_group import Distributed
 from train_gpt2 import StepResult
+from watch.curves import new_figure
 from watch.run_log import RunLog
 from watch.wandb_page import publish
 
@@ -163,7 +163,7 @@ def test_a_ladders_table_and_figure(tmp_path):
         dict(rung="baseline", status="done", ms=2.5, memory_gb=dict(weights=1.0)),
         dict(rung="+ tf32", status="skipped", reason="no GPU"),
     ]
-    figures.new_figure(2, 2)[0].savefig(folder / "ladder.png")
+    new_figure(2, 2)[0].savefig(folder / "ladder.png")
     publish(Config(wandb="offline"), folder, "ladder", results)
     (table,) = folder.glob("wandb/offline-run-*/files/media/table/ladder/*.json")
     content = json.loads(table.read_text())
