@@ -14,8 +14,9 @@ from dataclasses import dataclass, replace
 import torch
 from tqdm import trange
 
-from common.cli import UserError, given, out_of_memory, parse, run
+from common.cli import given, parse, run
 from common.device import be_deterministic
+from common.errors import UserError, out_of_memory
 from common.peer_flags import HINTS
 from config import GROUPS, Config, defaults, refuse_unavailable_flags, resolve
 from data.tokenizer import END_OF_TEXT

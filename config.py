@@ -12,7 +12,8 @@ import evaluation
 from checkpoints.run_folder import flags_file_of
 from common import flag_file
 from common.bounds import check_bounds
-from common.cli import Note, UserError, arguments, given, spell_switches
+from common.cli import arguments, given, spell_switches
+from common.errors import Note, UserError
 from common.peer_flags import HINTS
 from measure import profile
 from optim import recipes, schedules

@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from common.cli import Note, UserError
+from common.errors import Note, UserError
 from common.progress import progress
 from common.signals import Stopped
 from data.tokenizer import END_OF_TEXT, token_bytes

@@ -21,7 +21,8 @@ from safetensors import SafetensorError
 
 from checkpoints import hugging_face
 from checkpoints.load import load_model
-from common.cli import UserError, first_line, out_of_memory, parse, run
+from common.cli import parse, run
+from common.errors import UserError, first_line, out_of_memory
 from data.tokenizer import save_tokenizer
 
 

@@ -23,8 +23,9 @@ import torch
 from tqdm import tqdm
 
 from common.bounds import check_bounds
-from common.cli import Note, UserError, given, parse, run, spell_switches
+from common.cli import given, parse, run, spell_switches
 from common.device import choose_device_type
+from common.errors import Note, UserError
 from common.peer_flags import HINTS
 from config import GROUPS, Config, defaults, flags
 from data.shards import open_shards

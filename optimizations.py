@@ -12,7 +12,7 @@ from typing import Literal
 
 import torch
 
-from common.cli import Note
+from common.errors import Note
 from kernels import needs, sdpa
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -21,9 +21,10 @@ import torch
 import ladder
 from checkpoints import load, resume
 from checkpoints.checkpointer import Checkpointer
-from common.cli import given, out_of_memory, parse, run
+from common.cli import given, parse, run
 from common.device import be_deterministic
 from common.dtensors import fill
+from common.errors import out_of_memory
 from common.peer_flags import HINTS
 from common.signals import Stopped, StopSignal
 from config import Config, defaults, flags_that_matter, refuse_unavailable_flags, resolve

@@ -11,8 +11,9 @@ from torch.nn.utils import get_total_norm
 
 from checkpoints.run_folder import checkpoints_of, step_of
 from checkpoints.save import snapshot, write
-from common.cli import UserError, python_command
+from common.cli import python_command
 from common.dtensors import full_tensor
+from common.errors import UserError
 from common.files import is_disk_full
 from common.progress import print_over_bar
 from parallel import fsdp

@@ -14,8 +14,8 @@ from checkpoints import formats, pieces
 from checkpoints.hugging_face import WEIGHTS, fill_weights, read_config, stored_layout
 from checkpoints.run_folder import checkpoints_of, facts_of
 from checkpoints.save import STATE, TRAINING
-from common.cli import UserError, first_line, is_out_of_memory
 from common.dtensors import fill
+from common.errors import UserError, first_line, is_out_of_memory
 from common.files import digest, json_digest, read_json
 from common.hub import find_file, hub_errors
 from common.progress import progress

@@ -22,8 +22,8 @@ from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.tensor import DTensor
 
 from checkpoints.hugging_face import to_host
-from common.cli import UserError, first_line
 from common.dtensors import fill, local
+from common.errors import UserError, first_line
 from common.files import digest, flush_to_disk, regular_file
 
 FILE_BYTES = 2**30  # a rank's files are about this large: each is copied in memory before it is written

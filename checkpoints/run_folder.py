@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 from common import files
-from common.cli import UserError
+from common.errors import UserError
 
 LOCK, FLAGS = "lock", "flags.yaml"
 

@@ -2,7 +2,7 @@
 
 import math
 
-from common.cli import UserError
+from common.errors import UserError
 
 
 def check_bounds(config):

@@ -9,7 +9,7 @@ import os
 import stat
 from pathlib import Path
 
-from common.cli import UserError
+from common.errors import UserError
 
 
 def regular_file(path):

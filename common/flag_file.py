@@ -4,7 +4,8 @@ import typing
 
 import yaml
 
-from common.cli import UserError, first_line, read_value, unknown
+from common.cli import read_value, unknown
+from common.errors import UserError, first_line
 from common.files import atomic_write, open_regular
 
 # not written: they belong to one start of a run, and do not define what it trains

@@ -17,7 +17,7 @@ from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 
-from common.cli import UserError, first_line
+from common.errors import UserError, first_line
 from common.files import check_fields, parse_json
 from common.hub import hub_errors
 from data.tokenizer import tokenize

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from common.cli import UserError
+from common.errors import UserError
 from data.shards import identity, open_shards
 from data.tokenizer import END_OF_TEXT
 from kernels.documents import find_offsets, move_offsets

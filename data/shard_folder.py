@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
-from common.cli import UserError
+from common.errors import UserError
 from common.files import digest, lock, write_json
 from data.shards import (
     BLOCK,

@@ -13,7 +13,8 @@ from pathlib import Path
 
 import numpy as np
 
-from common.cli import UserError, first_line, python_command
+from common.cli import python_command
+from common.errors import UserError, first_line
 from common.files import atomic_write, check_fields, digest, open_regular, read_json
 from data.tokenizer import END_OF_TEXT
 

@@ -9,7 +9,7 @@ import numpy as np
 import tiktoken
 from tiktoken.load import data_gym_to_mergeable_bpe_ranks
 
-from common.cli import UserError
+from common.errors import UserError
 
 END_OF_TEXT = 50256  # <|endoftext|>, which precedes every document
 VOCAB_SIZE = 50257  # 256 bytes + 50,000 merges + <|endoftext|>

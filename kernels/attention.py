@@ -17,7 +17,7 @@ import math
 import cudnn
 import torch
 
-from common.cli import UserError, first_line
+from common.errors import UserError, first_line
 from kernels import flash4
 
 TYPES = {torch.bfloat16: cudnn.data_type.BFLOAT16, torch.float16: cudnn.data_type.HALF}

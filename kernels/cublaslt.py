@@ -12,7 +12,7 @@ import functools
 
 import torch
 
-from common.cli import first_line
+from common.errors import first_line
 
 # Each dtype's name in cudaDataType_t
 TYPES = {

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from common.cli import UserError
+from common.errors import UserError
 
 # FlashAttention-4's kernels search the list of offsets for every tile, so a launch gets about as many tokens as this
 GROUP_TOKENS = 32768

@@ -10,7 +10,7 @@ import os
 
 import torch
 
-from common.cli import UserError, first_line
+from common.errors import UserError, first_line
 from kernels.documents import count_groups
 
 # The package compiles its kernels at their first use, which takes seconds; with this it keeps them on disk

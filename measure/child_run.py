@@ -17,7 +17,7 @@ import sys
 from pathlib import Path
 
 from checkpoints.run_folder import folder_of, make_folder
-from common.cli import UserError
+from common.errors import UserError
 from common.files import read_json, write_json
 from measure.energy import mj_per_token
 

@@ -3,7 +3,7 @@
 import statistics
 from itertools import cycle, product
 
-from common.cli import word
+from common.errors import word
 from watch.curves import INK, MUTED, PALETTE, RULE, mark, new_figure
 
 SPEED, MEMORY = "#2f6fbb", "#c77d2e"

@@ -4,7 +4,7 @@ import shlex
 from dataclasses import dataclass, replace
 
 from common.bounds import check_bounds
-from common.cli import UserError
+from common.errors import UserError
 from config import flags, set_sizes
 from measure import planner
 from measure.step_time import Cluster, flops_per_token

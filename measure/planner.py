@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from common.cli import UserError
+from common.errors import UserError
 from measure.step_time import StepTime, step_time
 from parallel import fsdp, pipeline
 from parallel.memory import StepMemory, check_micro_batch_size, choose_micro_batch_size, step_memory

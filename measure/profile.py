@@ -10,7 +10,7 @@ from collections import Counter
 
 import torch
 
-from common.cli import UserError
+from common.errors import UserError
 from measure import figures
 from measure.child_run import SETTLING_STEPS
 from measure.roofline import gpu_peaks, work

@@ -2,7 +2,8 @@
 
 import typing
 
-from common.cli import UserError, read_value
+from common.cli import read_value
+from common.errors import UserError
 
 # Steps between evaluations or checkpoints
 INTERVALS = ("val_every", "hellaswag_every", "sample_every", "checkpoint_every")

@@ -1,6 +1,6 @@
 """Tables of measurements, for the terminal and as Markdown."""
 
-from common.cli import word
+from common.errors import word
 from measure.figures import describe, model_of, uneven
 
 COLUMNS = ("rung", "ms a step", "tokens/sec", "× before", "× first", "MFU", "peak GB", "mJ/token", "loss")

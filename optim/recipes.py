@@ -1,6 +1,6 @@
 """Training recipes: sets of flags."""
 
-from common.cli import UserError
+from common.errors import UserError
 from measure.sweep_axes import read_recipe
 
 # The defaults with --optimizer muon. docs/benchmarks.md says how they were chosen

@@ -3,7 +3,7 @@
 import dataclasses
 import math
 
-from common.cli import Note
+from common.errors import Note
 
 
 def check_flags(config, distributed, notes):

@@ -29,7 +29,7 @@ import torch
 from torch.distributed._functional_collectives import wait_tensor
 from torch.distributed.device_mesh import init_device_mesh
 
-from common.cli import UserError
+from common.errors import UserError
 from parallel.process_group import tensor_groups, try_one_of
 
 

@@ -14,7 +14,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from common.cli import Note, UserError, out_of_memory
+from common.errors import Note, UserError, out_of_memory
 from optim.schedules import accumulation_steps
 from parallel import context, tensor
 from parallel.process_group import tensor_groups, try_one_of

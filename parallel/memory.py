@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from common.cli import UserError
+from common.errors import UserError
 from data.tokenizer import VOCAB_SIZE
 from optim.optimizer import state_bytes
 from optim.schedules import accumulation_steps

@@ -24,8 +24,8 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from common.cli import UserError
 from common.dtensors import full_tensor
+from common.errors import UserError
 from data.tokenizer import VOCAB_SIZE
 from kernels import compile
 from model import GPT

@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed.nn.functional  # before the group exists: its default arguments would keep the group alive
 
-from common.cli import UserError
 from common.device import choose_device_type
+from common.errors import UserError
 from parallel.rendezvous import PATIENCE, launched, meet
 
 

@@ -11,7 +11,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from common.cli import UserError, first_line
+from common.errors import UserError, first_line
 
 PATIENCE = (60, 600)  # seconds that a rank waits for the others: before it says so, and before it gives up
 HOW_TO_START = "start with torchrun, or set WORLD_SIZE, RANK, LOCAL_RANK, MASTER_ADDR and MASTER_PORT for every rank"

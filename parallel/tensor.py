@@ -36,7 +36,7 @@ import torch.nn as nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor.parallel import loss_parallel
 
-from common.cli import Note, UserError
+from common.errors import Note, UserError
 from parallel.process_group import try_one_of
 
 

@@ -6,7 +6,8 @@ import torch
 from conftest import expect_error
 
 from common import device as device_module
-from common.cli import UserError, parse
+from common.cli import parse
+from common.errors import UserError
 from config import GROUPS, Config, defaults, flags, resolve, set_sizes
 from evaluation import SLOW_DEVICE_ITEMS, limit_hellaswag
 from model import GPTConfig

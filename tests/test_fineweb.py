@@ -15,7 +15,7 @@ import pytest
 from conftest import ROOT, expect_error
 
 import fineweb
-from common.cli import UserError
+from common.errors import UserError
 from common.files import lock
 from data.documents import list_tasks, open_parquet
 from data.shard_folder import ShardFolder

@@ -6,7 +6,7 @@ import torch
 from conftest import ALONE, WORDS, expect_error, make_items
 
 from checkpoints import hugging_face
-from common.cli import UserError
+from common.errors import UserError
 from data.tokenizer import VOCAB_SIZE, get_tokenizer
 from hellaswag import MultipleChoice, load_items
 from model import GPT, GPTConfig

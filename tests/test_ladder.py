@@ -14,7 +14,8 @@ from child_run.sweep_axes import read_axis
 from conftest import ROOT, TINY, expect_error, metrics
 
 import ladder
-from common.cli import UserError, parse
+from common.cli import parse
+from common.errors import UserError
 from config import Config, defaults
 from measure import child_run
 from optim import recipes

@@ -6,7 +6,7 @@ import statistics
 import pytest
 from conftest import expect_error, logged, metrics
 
-from common.cli import UserError
+from common.errors import UserError
 from config import Config
 from optim.recipes import choose_recipes
 

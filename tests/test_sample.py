@@ -10,7 +10,7 @@ from test_model import tiny
 
 import sample as sample_module
 from checkpoints import hugging_face
-from common.cli import UserError
+from common.errors import UserError
 from sample import continue_prompt, draw_token, generate, read_prompt, sample
 
 

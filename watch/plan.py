@@ -2,7 +2,8 @@
 
 import evaluation
 from checkpoints.run_folder import checkpoints_of
-from common.cli import Note, python_command
+from common.cli import python_command
+from common.errors import Note
 from optim.schedules import accumulation_steps, tokens_to_train
 from parallel import pipeline
 from parallel.memory import data_ranks

@@ -20,7 +20,7 @@ from checkpoints.run_folder import (
     unused_name,
 )
 from common import flag_file
-from common.cli import UserError
+from common.errors import UserError
 from common.files import atomic_write, write_json
 from data.shards import dataset_name
 from watch.hardware import environment, peak_flops, peak_memory

@@ -4,7 +4,8 @@ import contextlib
 import dataclasses
 import os
 
-from common.cli import UserError, first_line, python_command
+from common.cli import python_command
+from common.errors import UserError, first_line
 
 
 class WandbPage:

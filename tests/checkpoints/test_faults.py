@@ -15,7 +15,7 @@ import torch
 from conftest import ROOT, TINY, begin, expect_error, logged, metrics
 
 from checkpoints import load, run_folder
-from common import cli
+from common import cli, errors
 
 EVERY_3 = ("--checkpoint_every", 3, "--val_every", 4)
 
@@ -378,7 +378,7 @@ def test_what_cannot_be_resumed(train):
 
 def test_out_of_memory_says_what_to_lower(capsys):
     def main():
-        with cli.out_of_memory("use --micro_batch_size 8"):
+        with errors.out_of_memory("use --micro_batch_size 8"):
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has ...\nmore")
 
     with pytest.raises(SystemExit) as stop:
@@ -389,7 +389,7 @@ def test_out_of_memory_says_what_to_lower(capsys):
     assert error.endswith("): use --micro_batch_size 8\n")
     with pytest.raises(torch.OutOfMemoryError), load.explained("a checkpoint, which is not to blame"):
         raise torch.OutOfMemoryError()
-    with pytest.raises(RuntimeError, match="a bug"), cli.out_of_memory("a smaller model"):
+    with pytest.raises(RuntimeError, match="a bug"), errors.out_of_memory("a smaller model"):
         raise RuntimeError("a bug")
 
 

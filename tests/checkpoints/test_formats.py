@@ -8,7 +8,7 @@ from conftest import expect_error
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from checkpoints import formats, load
-from common.cli import UserError
+from common.errors import UserError
 from data.tokenizer import VOCAB_SIZE
 from model import GPT, GPTConfig
 

@@ -11,8 +11,8 @@ from conftest import ALONE, logged
 from safetensors.torch import load_file, save_file
 
 from checkpoints import load, resume, save
-from common.cli import UserError
 from common.dtensors import fill, full_tensor
+from common.errors import UserError
 from common.files import digest
 from config import Config, flags_that_matter
 from data.tokenizer import VOCAB_SIZE

@@ -9,7 +9,7 @@ import pytest
 from conftest import ROOT, expect_error, logged, metrics, write_corpus
 
 from checkpoints import resume, run_folder
-from common.cli import UserError
+from common.errors import UserError
 from config import Config, flags_that_matter
 from data.loader import open_streams
 from data.shard_folder import ShardFolder

@@ -12,7 +12,7 @@ from transformers import AutoTokenizer
 from checkpoints import hugging_face, load, resume, save
 from checkpoints.checkpointer import Checkpointer
 from checkpoints.run_folder import checkpoints_of, step_of
-from common.cli import UserError
+from common.errors import UserError
 from config import Config
 from data.tokenizer import END_OF_TEXT, VOCAB_SIZE, get_tokenizer
 from model import GPT, GPTConfig

@@ -10,7 +10,8 @@ from conftest import expect_error
 import bench
 import ladder
 from common import cli
-from common.cli import ROOT, Note, UserError, check_arguments, parse, python_command, spell_switches
+from common.cli import ROOT, check_arguments, parse, python_command, spell_switches
+from common.errors import Note, UserError
 from common.peer_flags import HINTS
 from config import Config, defaults
 from optim import recipes

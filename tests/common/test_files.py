@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from common.cli import UserError
+from common.errors import UserError
 from common.files import digest, lock, open_regular, read_json
 
 

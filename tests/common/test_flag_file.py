@@ -3,7 +3,7 @@ import dataclasses
 import pytest
 
 from common import flag_file
-from common.cli import UserError
+from common.errors import UserError
 from common.peer_flags import HINTS
 from config import Config
 

@@ -12,7 +12,7 @@ ASK = """
 import os
 os.environ.update(HF_ENDPOINT="{}", HF_HUB_OFFLINE="", HF_HUB_ETAG_TIMEOUT="1", HF_HOME="home")
 from checkpoints.load import load_config
-from common.cli import UserError
+from common.errors import UserError
 from fineweb import find_on_hub
 from hellaswag import load_items
 

@@ -3,7 +3,7 @@ import threading
 
 import pytest
 
-from common.cli import UserError
+from common.errors import UserError
 from data import demo
 from data.shards import open_shards
 

@@ -6,7 +6,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from common.cli import UserError
+from common.errors import UserError
 from data import documents
 from data.documents import list_tasks
 from data.tokenizer import tokenize

@@ -6,7 +6,7 @@ import pytest
 import torch
 from conftest import write_corpus
 
-from common.cli import UserError
+from common.errors import UserError
 from data.loader import Loader, TokenStream
 from data.shards import open_shards
 from data.tokenizer import END_OF_TEXT

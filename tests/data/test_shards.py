@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from conftest import logged, write_corpus
 
-from common.cli import UserError
+from common.errors import UserError
 from common.files import atomic_write
 from data.shard_folder import ShardFolder, split_into_shards
 from data.shards import FINEWEB, FINEWEB_EDU, dataset_name, manifest_entry, open_shards, write_shard

@@ -5,7 +5,7 @@ import pytest
 import tiktoken
 from transformers import GPT2Tokenizer
 
-from common.cli import UserError
+from common.errors import UserError
 from data import tokenizer
 from data.tokenizer import END_OF_TEXT, VOCAB_SIZE, get_tokenizer, tokenize
 

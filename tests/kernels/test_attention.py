@@ -4,7 +4,7 @@ import pytest
 import torch
 from test_model import SIZES, batch
 
-from common.cli import UserError
+from common.errors import UserError
 from model import GPT, GPTConfig
 
 cudnn = pytest.importorskip("cudnn", reason="needs nvidia-cudnn-frontend")

@@ -9,7 +9,7 @@ from conftest import skip_without_flash4
 from test_document_attention import END, compare, random_documents, tokens_of
 from test_model import SIZES
 
-from common.cli import UserError
+from common.errors import UserError
 from kernels import flash4
 from kernels.documents import count_groups, find_hidden, find_offsets, move_offsets
 from model import GPT, GPTConfig, causal_attention

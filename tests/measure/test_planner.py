@@ -8,7 +8,8 @@ import pytest
 import torch
 
 import ladder
-from common.cli import UserError, parse
+from common.cli import parse
+from common.errors import UserError
 from config import Config, defaults, set_sizes
 from data.tokenizer import VOCAB_SIZE
 from measure import planner

@@ -6,7 +6,7 @@ import pytest
 import torch
 from conftest import expect_error
 
-from common.cli import UserError
+from common.errors import UserError
 from config import Config
 from measure import figures, profile
 

@@ -7,7 +7,7 @@ import torch
 from conftest import ALONE, expect_error, logged
 from test_optim import tiny
 
-from common.cli import UserError
+from common.errors import UserError
 from config import Config, resolve
 from optim.low_memory_adamw import levels, read, write
 from optim.optimizer import make_optimizer, named_state, state_bytes

@@ -8,7 +8,7 @@ import torch
 from conftest import make_items, metrics
 from test_layouts import assert_same
 
-from common.cli import UserError
+from common.errors import UserError
 from config import Config, resolve
 from model import GPT, GPTConfig
 from optimizations import saved_operators

@@ -10,8 +10,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from checkpoints import load, pieces, save
-from common.cli import UserError
 from common.dtensors import fill
+from common.errors import UserError
 from config import Config
 from model import GPT, GPTConfig
 from optim.optimizer import make_optimizer

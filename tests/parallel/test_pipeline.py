@@ -7,7 +7,7 @@ import torch
 from conftest import expect_error, logged, make_items, metrics
 from test_layouts import assert_same
 
-from common.cli import UserError
+from common.errors import UserError
 from config import Config, resolve
 from parallel.pipeline import blocks_of_stages, describe
 from parallel.process_group import Distributed

@@ -7,7 +7,7 @@ import torch
 from conftest import expect_error, make_items, metrics
 from test_layouts import assert_same, weights
 
-from common.cli import UserError
+from common.errors import UserError
 from config import Config, resolve
 from parallel import fsdp
 from parallel.process_group import Distributed

@@ -3,7 +3,7 @@ import sys
 
 import pytest
 
-from common.cli import UserError
+from common.errors import UserError
 from watch import curves
 
 

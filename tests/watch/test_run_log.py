@@ -10,7 +10,7 @@ import torch
 
 from checkpoints.resume import existing_run
 from checkpoints.run_folder import checkpoints_of, step_of
-from common.cli import UserError
+from common.errors import UserError
 from config import Config
 from measure import child_run
 from parallel.process_group import Distributed

@@ -5,7 +5,7 @@ import subprocess
 import pytest
 import torch
 
-from common.cli import UserError
+from common.errors import UserError
 from config import Config
 from parallel.process_group import Distributed
 from train_gpt2 import StepResult
