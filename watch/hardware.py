@@ -11,9 +11,14 @@ import torch
 
 from common.cli import ROOT
 
-# Dense bf16 peak in TFLOP/s (fp16 for V100 and T4, which have no bf16), from NVIDIA's data sheets. The first key that
-# is a whole word of the device's name applies, so "H100 PCIe" comes before "H100".
+# Dense bf16 peak in TFLOP/s with float32 accumulation (fp16 for V100 and T4, which have no bf16), from NVIDIA's data
+# sheets and white papers, which quote twice as much for Hopper and later: that is with sparsity. Of GB200 and GB300 it
+# is a 72nd of the NVL72's, of B200 and B300 an 8th of the HGX board's. The first key that is a whole word of the
+# device's name applies, so "H100 PCIe" comes before "H100".
 PEAK_TFLOPS = {
+    "GB300": 2500,
+    "GB200": 2500,
+    "B300": 2250,
     "B200": 2250,
     "H100 PCIe": 756,
     "H800 PCIe": 756,
@@ -21,6 +26,7 @@ PEAK_TFLOPS = {
     "H200 NVL": 835,
     "H100": 989.4,
     "H200": 989.4,
+    "GH200": 989.4,
     "H800": 989.4,
     "H20": 148,
     "A100": 312,
@@ -30,6 +36,10 @@ PEAK_TFLOPS = {
     "L40S": 362,
     "L40": 181,
     "L4": 121,
+    "RTX PRO 6000 Blackwell Workstation": 503.8,
+    "RTX 6000 Ada": 364.2,
+    "RTX A6000": 154.8,
+    "RTX 5090": 209.5,
     "RTX 4090": 165.2,
     "RTX 3090 Ti": 80,
     "RTX 3090": 71,
@@ -39,30 +49,31 @@ PEAK_TFLOPS = {
 WITHOUT_BF16 = ("V100", "T4")
 
 
-def peak_tflops(device):
-    """The device's dense bf16 peak in TFLOP/s, or None for a device that is not in PEAK_TFLOPS."""
-    return peak_tflops_of(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
-
-
 def peak_tflops_of(name):
-    """As peak_tflops, of a device's name."""
+    """The dense bf16 peak in TFLOP/s of a device with this name, or None if it is not in PEAK_TFLOPS."""
     return next((peak for part, peak in PEAK_TFLOPS.items() if is_named(part, name)), None)
 
 
 def peak_flops(device, given=None):
     """The device's peak in FLOP/s, or `given` TFLOP/s; 0 if it is unknown."""
-    return 1e12 * (given or peak_tflops(device) or 0)
+    known = peak_tflops_of(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+    return 1e12 * (given or known or 0)
 
 
 def is_named(part, name):
-    """Whether a device's name has this part as a whole word."""
-    return re.search(rf"\b{part}\b", name)
+    """Whether a device's name has this part as a whole word. The laptops' and China's (D) cards are slower ones."""
+    return re.search(rf"\b{part}\b(?! (Laptop|D\b))", name)
 
 
 def flops_per_token(model, seq_len):
     """FLOPs of forward and backward per token: 6N + 12·L·C·T (Chowdhery et al. 2022, PaLM, appendix B)."""
     c = model.config
     return 6 * model.num_params() + 12 * c.n_layer * c.n_embd * seq_len
+
+
+def mfu(tokens_per_sec, flops_per_token, peak_flops):
+    """Model FLOPs utilization, between 0 and 1; peak_flops: of all devices, in FLOP/s. None if it is unknown, 0."""
+    return tokens_per_sec * flops_per_token / peak_flops if peak_flops else None
 
 
 def peak_memory(device):

@@ -5,7 +5,7 @@ import torch
 
 from model import GPT, GPTConfig
 from watch import hardware
-from watch.hardware import environment, flops_per_token, peak_memory, peak_tflops
+from watch.hardware import environment, flops_per_token, mfu, peak_flops, peak_memory, peak_tflops_of
 
 CPU = torch.device("cpu")
 
@@ -16,10 +16,9 @@ def test_flops_of_gpt2():
     assert flops_per_token(model, 1024) == 6 * 124_439_808 + 12 * 12 * 768 * 1024
 
 
-def test_environment_and_peaks():
+def test_environment_and_memory():
     facts = environment(CPU)
     assert facts["torch"] == torch.__version__ and "cpu" in facts["hardware"]
-    assert peak_tflops(CPU) is None
     assert 0.05 < peak_memory(CPU) < 100  # GB
 
 
@@ -43,17 +42,37 @@ def test_git_commit(tmp_path, monkeypatch):
         ("NVIDIA H200", 989.4),
         ("NVIDIA H100 80GB HBM3", 989.4),
         ("NVIDIA H100 PCIe", 756),
+        ("NVIDIA H100 NVL", 835),
+        ("NVIDIA GH200 480GB", 989.4),
+        ("NVIDIA H20", 148),
+        ("NVIDIA B200", 2250),
+        ("NVIDIA GB200", 2500),
+        ("NVIDIA B300 SXM6 AC", 2250),
+        ("NVIDIA GB300", 2500),
         ("NVIDIA A100-SXM4-80GB", 312),
         ("NVIDIA L40S", 362),
+        ("NVIDIA L40", 181),
         ("NVIDIA L4", 121),
         ("Tesla T4", 65),
-        ("NVIDIA H20", 148),
-        ("NVIDIA L40", 181),
+        ("NVIDIA RTX A6000", 154.8),
+        ("NVIDIA RTX 6000 Ada Generation", 364.2),
+        ("NVIDIA RTX PRO 6000 Blackwell Workstation Edition", 503.8),
+        ("NVIDIA GeForce RTX 5090", 209.5),
+        ("NVIDIA GeForce RTX 3090 Ti", 80),
+        ("NVIDIA RTX PRO 6000 Blackwell Max-Q Workstation Edition", None),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
+        ("NVIDIA GeForce RTX 5090 D", None),
+        ("Quadro RTX 6000", None),
         ("T400", None),
-        ("NVIDIA GB200", None),
         ("Some GPU", None),
     ],
 )
 def test_peak_by_name(monkeypatch, name, peak):
+    assert peak_tflops_of(name) == peak
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
-    assert peak_tflops(torch.device("cuda")) == peak
+    assert peak_flops(torch.device("cuda")) == 1e12 * (peak or 0)
+
+
+def test_mfu():
+    assert mfu(10_000, flops_per_token=1e9, peak_flops=2e13) == 0.5
+    assert mfu(10_000, flops_per_token=1e9, peak_flops=peak_flops(CPU)) is None
