@@ -18,10 +18,9 @@ from common.cli import given, parse, run
 from common.device import be_deterministic
 from common.errors import UserError, out_of_memory
 from common.peer_flags import HINTS
-from config import GROUPS, Config, defaults, refuse_unavailable_flags, resolve
+from config import GROUPS, SETTLING_STEPS, Config, defaults, refuse_unavailable_flags, resolve
 from data.tokenizer import END_OF_TEXT
 from kernels.documents import find_offsets, move_offsets
-from measure.child_run import SETTLING_STEPS
 from parallel import fsdp, pipeline, process_group
 from parallel.memory import free_memory, less_memory
 from train_gpt2 import build, train_step

@@ -15,7 +15,6 @@ from common.bounds import check_bounds
 from common.cli import arguments, given, spell_switches
 from common.errors import Note, UserError
 from common.peer_flags import HINTS
-from measure import profile
 from optim import recipes, schedules
 from optimizations import OPTIMIZATIONS, RUNGS, SWITCHES, is_off, turn_off_unavailable
 from parallel import fsdp, pipeline
@@ -29,6 +28,9 @@ SIZES = {
     "gpt2-xl": (48, 25, 1600),  # 1558M
     "tiny": (4, 4, 128),  # 7M, nearly all in the vocabulary
 }
+SETTLING_STEPS = 5  # steps that no measurement counts: compilation, the allocator's growth, the clock's settling
+# Steps between evaluations or checkpoints
+INTERVALS = ("val_every", "hellaswag_every", "sample_every", "checkpoint_every")
 
 
 @dataclass
@@ -323,7 +325,7 @@ def resolve(config, distributed, free_memory=None, pretrained=None, resumed=None
     check_bounds(config)
     if config.rungs != "all":
         raise UserError("--rungs chooses rungs of the ladder: add --ladder")
-    profile.check_steps(config, step, distributed.device)
+    check_traced_steps(config, step, distributed.device)
     new = dataclasses.replace(config)
     set_sizes(new, pretrained, resumed)
     if new.device == "auto":
@@ -348,6 +350,24 @@ def resolve(config, distributed, free_memory=None, pretrained=None, resumed=None
     if new.hellaswag_data and not new.hellaswag_every:
         notes.append(Note("hellaswag_data", new.hellaswag_data, "it is not evaluated, since hellaswag_every is 0"))
     return new, notes
+
+
+def check_traced_steps(config, step, device):
+    """Raises UserError if a run at `step` ends before --profile or --memory_snapshot has traced its steps, or evaluates
+    among them, and for a memory snapshot of another device than a GPU."""
+    if config.profile and config.memory_snapshot:
+        raise UserError("--profile and --memory_snapshot would slow each other down: use one at a time")
+    if config.memory_snapshot and device.type != "cuda":
+        raise UserError(f"--memory_snapshot records a GPU's allocations, and this is {device.type}: leave it out")
+    flag = "memory_snapshot" if config.memory_snapshot else "profile"
+    steps = getattr(config, flag)
+    traced = range(step + SETTLING_STEPS, step + SETTLING_STEPS + steps)
+    if steps and config.max_steps < traced.stop:
+        raise UserError(f"--{flag} {steps} starts after {SETTLING_STEPS} steps: use --max_steps {traced.stop} or more")
+    for name in INTERVALS:
+        every = getattr(config, name)
+        if every and any(step % every == 0 for step in traced):
+            raise UserError(f"--{name} {every} falls among the steps that --{flag} traces: use --{name} 0")
 
 
 def set_sizes(config, pretrained, resumed):

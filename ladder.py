@@ -27,15 +27,14 @@ from common.cli import given, parse, run, spell_switches
 from common.device import choose_device_type
 from common.errors import Note, UserError
 from common.peer_flags import HINTS
-from config import GROUPS, Config, defaults, flags
+from config import GROUPS, SETTLING_STEPS, Config, defaults, flags
 from data.shards import open_shards
 from measure import figures, plan, to_loss
-from measure.child_run import OUT_OF_MEMORY, SETTLING_STEPS, measure, plain, prepare, report_failures, save
+from measure.child_run import OUT_OF_MEMORY, measure, plain, prepare, report_failures, save
 from measure.figures import describe
 from measure.sweep_axes import OFF, print_unused, read_axis
 from measure.tables import COLUMNS, WIDTHS, align, cells, markdown, sweep_markdown, uneven_warning, winners
 from optim import schedules
-from optim.recipes import TO_LOSS_DEMO, choose_recipes
 from optimizations import RUNGS, turn_off_unavailable
 from parallel.fsdp import is_sharded
 from parallel.memory import LARGEST_IN_WARMUP, choose_micro_batch_size
@@ -75,7 +74,7 @@ def main():
     base = defaults(sys.argv if is_sweep or own.get("plan") else [*sys.argv, "--ladder"])
     # flags of a file or a run go before the demo's
     is_demo = base.demo and own.get("to_loss") and not {"config", "resume"} & own.keys()
-    default = LadderConfig(**vars(base) | (TO_LOSS_DEMO if is_demo else {}))
+    default = LadderConfig(**vars(base) | (to_loss.TO_LOSS_DEMO if is_demo else {}))
     config = parse(LadderConfig, default=default, hints=HINTS)
     if config.gpus is not None and not (is_sweep or config.plan):
         raise UserError(f"--gpus {config.gpus} is for --sweep and --plan: leave it out")
@@ -298,7 +297,7 @@ def climb_to_loss(config):
         raise UserError(f"--seeds {config.seeds}: it must be at least 1")
     if config.max_steps <= SETTLING_STEPS:
         raise UserError(f"--max_steps {config.max_steps}: the first {SETTLING_STEPS} steps only warm up; use more")
-    recipes = choose_recipes(config.recipes, Config)
+    recipes = to_loss.choose_recipes(config.recipes, Config)
     if config.batch_warmup_steps:
         raise UserError("--to_loss has the batch warm-up in its own rungs: leave out --batch_warmup_steps")
     if not config.recipes and (config.optimizer != Config.optimizer or config.fp8):

@@ -10,6 +10,7 @@ Every optimization is a flag: see --help. The plan is printed before the first s
 
 import common.interrupt  # first: Ctrl-C during the other imports
 
+import contextlib
 import math
 import sys
 import time
@@ -18,7 +19,6 @@ from dataclasses import dataclass, replace
 
 import torch
 
-import ladder
 from checkpoints import load, resume
 from checkpoints.checkpointer import Checkpointer
 from common.cli import given, parse, run
@@ -33,7 +33,6 @@ from data.loader import Loader, open_streams
 from evaluation import bits_per_byte, validation_loss
 from hellaswag import choice_in_training
 from kernels import compile, sdpa
-from measure import profile
 from model import GPT, GPTConfig
 from optim.optimizer import make_optimizer, update_if_finite
 from optim.schedules import accumulation_steps, learning_rate
@@ -53,7 +52,9 @@ from watch.run_log import RunLog
 def main():
     config = parse(Config, default=defaults(sys.argv), hints=HINTS)
     if config.ladder:
-        return ladder.climb(config)
+        from ladder import climb  # measures: no run imports it
+
+        return climb(config)
     distributed = process_group.start(config.device, config.tensor, config.context, config.pipeline)
     with out_of_memory(less_memory()):
         train(config, distributed, given(sys.argv))
@@ -208,7 +209,12 @@ def train(flags, distributed, given_flags):
         print_plan(trainer, notes, start, train_stream, val_stream, hellaswag, log, plan_switches(config))
     checkpointer = Checkpointer(trainer, loader, data, log, start.step)
     oom = out_of_memory(less_memory(config.micro_batch_size))
-    with oom, hang.watch(checkpointer.folder, distributed), profile.trace(trainer, log, start.step) as tracer:
+    trace = contextlib.nullcontext()
+    if config.profile or config.memory_snapshot:
+        from measure import profile
+
+        trace = profile.trace(trainer, log, start.step)
+    with oom, hang.watch(checkpointer.folder, distributed), trace as tracer:
         loop(trainer, loader, val_stream, hellaswag, checkpointer, log, tracer, start)
 
 

@@ -19,9 +19,9 @@ from pathlib import Path
 from checkpoints.run_folder import folder_of, make_folder
 from common.errors import UserError
 from common.files import read_json, write_json
+from config import SETTLING_STEPS
 from measure.energy import mj_per_token
 
-SETTLING_STEPS = 5  # steps that are not measured: compilation, the allocator's growth, the clock's settling
 OUT_OF_MEMORY = "out of memory"
 # Environment variables that torchrun sets for its ranks; child processes must not inherit them
 TORCHRUN = re.compile(

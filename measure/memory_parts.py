@@ -18,7 +18,7 @@ import itertools
 import torch
 
 from common.dtensors import local
-from measure.child_run import SETTLING_STEPS
+from config import SETTLING_STEPS
 from parallel.memory import FP8_LOGIT_ROWS, LOGIT_ROWS
 
 # The step, from 0, that is recorded: compilation is over, and no step is measured or traced yet

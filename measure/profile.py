@@ -11,10 +11,9 @@ from collections import Counter
 import torch
 
 from common.errors import UserError
+from config import SETTLING_STEPS
 from measure import figures
-from measure.child_run import SETTLING_STEPS
 from measure.roofline import gpu_peaks, work
-from measure.sweep_axes import INTERVALS
 from optim.schedules import accumulation_steps
 from parallel.fsdp import is_sharded
 
@@ -38,24 +37,6 @@ CATEGORIES = {
 def category_of(name):
     """The category of a GPU kernel, or of an operator on a CPU."""
     return next(category for category, pattern in CATEGORIES.items() if re.search(pattern, name.lower()))
-
-
-def check_steps(config, step, device):
-    """Raises UserError if a run at `step` ends before --profile or --memory_snapshot has traced its steps, or evaluates
-    among them, and for a memory snapshot of another device than a GPU."""
-    if config.profile and config.memory_snapshot:
-        raise UserError("--profile and --memory_snapshot would slow each other down: use one at a time")
-    if config.memory_snapshot and device.type != "cuda":
-        raise UserError(f"--memory_snapshot records a GPU's allocations, and this is {device.type}: leave it out")
-    flag = "memory_snapshot" if config.memory_snapshot else "profile"
-    steps = getattr(config, flag)
-    traced = range(step + SETTLING_STEPS, step + SETTLING_STEPS + steps)
-    if steps and config.max_steps < traced.stop:
-        raise UserError(f"--{flag} {steps} starts after {SETTLING_STEPS} steps: use --max_steps {traced.stop} or more")
-    for name in INTERVALS:
-        every = getattr(config, name)
-        if every and any(step % every == 0 for step in traced):
-            raise UserError(f"--{name} {every} falls among the steps that --{flag} traces: use --{name} 0")
 
 
 @contextlib.contextmanager

@@ -4,9 +4,8 @@ import typing
 
 from common.cli import read_value
 from common.errors import UserError
+from config import INTERVALS
 
-# Steps between evaluations or checkpoints
-INTERVALS = ("val_every", "hellaswag_every", "sample_every", "checkpoint_every")
 OFF = dict.fromkeys((*INTERVALS, "batch_warmup_steps"), 0)  # in a measurement
 # Flags that a measurement sets itself, or that have no effect in it
 NOT_SWEPT = {

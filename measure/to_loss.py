@@ -7,14 +7,32 @@ import statistics
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from measure.child_run import SETTLING_STEPS, plain
+from common.errors import UserError
+from config import SETTLING_STEPS
+from measure.child_run import plain
+from measure.sweep_axes import read_recipe
 from measure.tables import markdown_table
+from optim.recipes import MUON, optimizer_defaults
 
 COLUMNS = ("rung", "final loss", "difference", "tokens", "× before", "× first", "seconds", "× before", "× first")
 WIDTHS = (22, 15, 16, 13, 8, 8, 11, 8, 8)
 VAL_TOKENS = 2621440  # at most, in each of some 20 validations
 # Each warm-up's largest fraction of max_steps. A high learning rate needs a long one: docs/benchmarks.md, "Recipes"
 LR_WARMUP, BATCH_WARMUP = 0.9, 0.45
+
+# The defaults of `ladder.py --to_loss --demo`: 12 minutes on two CPU cores. The first recipe has GPT-3's learning rate
+TO_LOSS_DEMO = dict(lr=6e-4, max_steps=40, val_tokens=4096, seeds=2, micro_batch_size=2)
+
+# The ladder of `ladder.py --to_loss`, {rung: the flags that it changes}. The first rung is the command line's recipe,
+# by default GPT-3's (Brown et al. 2020)
+RECIPES = {
+    "GPT-3's recipe": {},
+    "learning rate 1.8e-3": dict(lr=1.8e-3),
+    "linear decay to 0": dict(lr_schedule="linear", min_lr_ratio=0.0),
+    "Muon": MUON,
+    "batch warm-up": dict(batch_warmup_steps=8000),  # 2 billion tokens (GPT-3: 4 to 12); fewer in a short run
+    "fp8, also in the head": dict(fp8=True, fp8_head=True),
+}
 
 
 @dataclass
@@ -31,6 +49,20 @@ class ToLoss:
     """Runs of each recipe, with --seed and the numbers after it."""
     target_loss: float | None = None
     """Loss to compare the recipes at; by default the loss that the first recipe ends with."""
+
+
+def choose_recipes(texts, config_class):
+    """RECIPES, or those of --recipes: a rung of the command line's flags, then one for each text. config_class: Config.
+
+    Raises UserError for a bad text.
+    """
+    if len(set(texts)) < len(texts):
+        raise UserError("--recipes names a rung twice")
+    if not texts:
+        return RECIPES
+    given = {text: read_recipe(text, config_class) for text in texts}
+    # not recipe_defaults: model=tiny has defaults for steps and evaluations, which are the ladder's
+    return {"flags as given": {}} | {text: optimizer_defaults(flags) | flags for text, flags in given.items()}
 
 
 def recipe_run(config, changes):

@@ -9,15 +9,14 @@ import time
 
 import pytest
 import torch
-from child_run.child_run import SETTLING_STEPS
-from child_run.sweep_axes import read_axis
 from conftest import ROOT, TINY, expect_error, metrics
 
 import ladder
 from common.cli import parse
 from common.errors import UserError
-from config import Config, defaults
+from config import SETTLING_STEPS, Config, defaults
 from measure import child_run
+from measure.sweep_axes import read_axis
 from optim import recipes
 from optimizations import RUNGS
 

@@ -8,7 +8,7 @@ from conftest import expect_error, logged, metrics
 
 from common.errors import UserError
 from config import Config
-from optim.recipes import choose_recipes
+from measure.to_loss import choose_recipes
 
 
 def test_the_ladder_of_recipes_climbs(train, tmp_path):

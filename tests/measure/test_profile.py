@@ -7,7 +7,7 @@ import torch
 from conftest import expect_error
 
 from common.errors import UserError
-from config import Config
+from config import Config, check_traced_steps
 from measure import figures, profile
 
 
@@ -98,14 +98,14 @@ def test_a_run_that_ends_among_the_traced_steps(train):
 
 def test_a_memory_snapshot_is_of_a_gpu():
     gpu = torch.device("cuda")
-    profile.check_steps(Config(memory_snapshot=2, max_steps=7), 0, gpu)
+    check_traced_steps(Config(memory_snapshot=2, max_steps=7), 0, gpu)
     for words, flags, device in (
         ("this is cpu: leave it out", dict(memory_snapshot=2), torch.device("cpu")),
         ("--memory_snapshot 2 starts after 5 steps: use --max_steps 7", dict(memory_snapshot=2, max_steps=6), gpu),
         ("one at a time", dict(memory_snapshot=2, profile=2), gpu),
     ):
         with pytest.raises(UserError, match=words):
-            profile.check_steps(Config(**flags), 0, device)
+            check_traced_steps(Config(**flags), 0, device)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
