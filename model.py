@@ -253,10 +253,11 @@ class GPT(nn.Module):
         # fused_cross_entropy: logits exist for some tokens at a time; one kernel computes their loss and replaces them
         # by their gradient
         if self.config.fused_cross_entropy and targets is not None and reduction == "mean":
-            from kernels.cross_entropy import fused_cross_entropy  # needs Triton
-
-            c = self.config
-            return fused_cross_entropy(x, self.transformer.wte.weight, targets, c.vocab_size, fp8=c.fp8_head)
+            if self.config.fp8_head:  # the head's GEMMs in 8 bits
+                from kernels.fp8_head import fp8_cross_entropy as fused_cross_entropy
+            else:
+                from kernels.cross_entropy import fused_cross_entropy  # needs Triton
+            return fused_cross_entropy(x, self.transformer.wte.weight, targets, self.config.vocab_size)
         # pad_vocab: the head's GEMM, the largest of all, has 50304 columns, a multiple of a tensor-core tile. A bias of
         # -inf keeps the padding out of the softmax for free; slicing it off would copy all logits (7% of a step).
         padding = None

@@ -32,7 +32,8 @@ from data import demo
 from data.loader import Loader, open_streams
 from evaluation import bits_per_byte, validation_loss
 from hellaswag import choice_in_training
-from kernels import compile, sdpa
+from kernels import sdpa
+from kernels.compile import compile_model
 from model import GPT, GPTConfig
 from optim.optimizer import make_optimizer, update_if_finite
 from optim.schedules import accumulation_steps, learning_rate
@@ -108,7 +109,7 @@ def build(config, distributed, weights=None, sizes=None):
     context.split(model, config, distributed)  # each rank has some tokens of every sequence; in attention some heads
     # compile: fuses element-wise operations and reductions into one kernel, without Python between kernels.
     # tuned_gemms: GEMMs by the fastest of cuBLASLt's algorithms. A Pipeline compiles its stages.
-    forward = compile.compile(model, config) if config.pipeline == 1 else model
+    forward = compile_model(model, config) if config.pipeline == 1 else model
     # ddp: each rank has all weights and a share of the batch; the last backward averages gradients over the ranks
     train_forward = wrap_ddp(forward, config, distributed)
     optimizer = make_optimizer(model, config)

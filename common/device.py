@@ -1,6 +1,7 @@
 """The device: which one "auto" means, what torch.compile and packages need on it, deterministic kernels."""
 
-import importlib.util
+import functools
+import importlib
 import os
 import shutil
 import sys
@@ -8,6 +9,8 @@ import sysconfig
 from pathlib import Path
 
 import torch
+
+from common.errors import first_line
 
 
 def choose_device_type(choice):
@@ -32,9 +35,16 @@ def missing_compiler(device):
     return None if headers.exists() else "Python's headers (python3-dev)"
 
 
-def missing_package(module, package):
-    """What to install if a module is not there, in words, or None. The module is not imported."""
-    return None if importlib.util.find_spec(module) else f"it needs a package: pip install {package}"
+@functools.cache
+def missing_package(module, install="-r requirements.txt"):
+    """Why a module cannot be imported, in words, or None. install: what pip installs it from."""
+    package = module.partition(".")[0]
+    try:
+        importlib.import_module(module)
+    except ImportError as error:
+        return f"{package} cannot be imported ({first_line(error)}): pip install {install}"
+    except Exception as error:  # releases that do not fit each other, a library or a folder that is not there
+        return f"{package} cannot be used ({first_line(error)})"
 
 
 def be_deterministic():

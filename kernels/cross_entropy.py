@@ -19,16 +19,11 @@ IGNORE_INDEX = tl.constexpr(-1)  # a target without a loss
 LOGIT_ROWS = 4096  # rows of logits in memory at a time: 0.4 GB in 16 bits
 
 
-def fused_cross_entropy(x, weight, targets, vocab_size, fp8=False):
+def fused_cross_entropy(x, weight, targets, vocab_size):
     """The mean cross-entropy in nats of the logits x weightᵀ, over all targets but IGNORE_INDEX; a float32 scalar.
 
-    x (..., C), weight (V_padded, C), targets (...) int64. Rows of weight from vocab_size on are padding. fp8: the GEMMs
-    are float8's, see kernels/fp8_head.py.
+    x (..., C), weight (V_padded, C), targets (...) int64. Rows of weight from vocab_size on are padding.
     """
-    if fp8:
-        from kernels.fp8_head import fp8_cross_entropy
-
-        return fp8_cross_entropy(x, weight, targets, vocab_size)
     if torch.is_autocast_enabled(x.device.type):
         x = x.to(torch.get_autocast_dtype(x.device.type))
     rows = x.flatten(0, -2).contiguous()  # (N, C)

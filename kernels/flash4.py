@@ -10,6 +10,7 @@ import os
 
 import torch
 
+from common.device import missing_package
 from common.errors import UserError, first_line
 from kernels.documents import count_groups
 
@@ -20,13 +21,8 @@ WIDTHS = (32, 64, 96, 128)
 
 
 def missing():
-    """Why the packages cannot be used, or None."""
-    try:
-        from flash_attn.cute.interface import _flash_attn_bwd  # noqa: F401
-    except ImportError as error:
-        return f"flash-attn-4 cannot be imported ({first_line(error)}): pip install -r requirements.txt"
-    except Exception as error:  # releases that do not fit each other, or a folder that cannot be written
-        return f"flash-attn-4 cannot be used ({first_line(error)})"
+    """Why the package flash-attn-4 cannot be used, or None."""
+    return missing_package("flash_attn.cute.interface")
 
 
 def backward(dy, qkv, y, stats, n_head, dqkv, offsets):

@@ -50,6 +50,8 @@ def inductor(config, distributed):
         return "torch.compile is not ready for Apple GPUs"
     if missing := missing_compiler(distributed.device):
         return f"torch.compile needs {missing}, and this machine has none"
+    if distributed.device.type == "cuda":
+        return missing_package("triton")
 
 
 def fused_update(config, distributed):
@@ -77,7 +79,7 @@ def triton(config, distributed):
         return problem
     if missing := missing_compiler(distributed.device):
         return f"Triton needs {missing}, and this machine has none"
-    return missing_package("triton", "triton")
+    return missing_package("triton")
 
 
 def triton_and_whole_head(config, distributed):
@@ -119,7 +121,7 @@ def cudnn_frontend(config, distributed):
     width, widest = head_width(config), 256 if generation == 9 else 128
     if width % 8 or width > widest:
         return f"cuDNN needs a head width that is a multiple of 8, {widest} at most, and it is {width}"
-    return missing_package("cudnn", "nvidia-cudnn-frontend")
+    return missing_package("cudnn")
 
 
 def flash_attention_4(config, distributed):

@@ -113,7 +113,7 @@ def candidates(device, flags):
     if device.type != "cuda":
         return ["written out", "FlashAttention"] if device.type == "cpu" else ["written out"]
     names = ["written out", "FlashAttention"] if flags.documents else ["written out", *SDPA]
-    packed = missing_package("cudnn", "nvidia-cudnn-frontend") is None
+    packed = missing_package("cudnn") is None
     has_flash4 = flash4.missing() is None
     names += ["packed_qkv"] * packed + ["FlashAttention-4"] * has_flash4
     return names + ["flash4_backward"] * (packed and has_flash4)

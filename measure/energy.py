@@ -40,7 +40,7 @@ class PowerMeter:
             return
         if torch.version.hip:
             self.problem = "NVML is NVIDIA's, and this is an AMD GPU"
-        elif problem := missing_package("pynvml", "nvidia-ml-py"):
+        elif problem := missing_package("pynvml"):
             self.problem = problem
         else:
             self._start(device)

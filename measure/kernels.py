@@ -165,7 +165,7 @@ def missing(level, device):
         return f"torch.compile needs {compiler}"
     if level in ("max-autotune", "triton", "liger") and device.type != "cuda":
         return f"it is for GPUs, not {device.type}"
-    packages = dict(triton=("triton", "triton"), liger=("liger_kernel", "liger-kernel"))
+    packages = dict(triton=("triton",), liger=("liger_kernel", "liger-kernel"))
     return missing_package(*packages[level]) if level in packages else None
 
 

@@ -27,7 +27,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from common.dtensors import full_tensor
 from common.errors import UserError
 from data.tokenizer import VOCAB_SIZE
-from kernels import compile
+from kernels.compile import compile_model
 from model import GPT
 from optim.schedules import accumulation_steps
 from parallel import fsdp, tensor
@@ -151,7 +151,7 @@ class Stage(nn.Module):
         self.others = nn.ModuleList([parts.wte, parts.wpe] * first + [parts.wte, parts.ln_f] * last)
         self.embed, self.head, self.find_documents = model.embed, model.head, model.find_documents
         self.autocast, self.micro_batches = model.autocast, None
-        self.compiled = compile.compile(self.compute, model.flags)
+        self.compiled = compile_model(self.compute, model.flags)
         # torch.compile keeps 8 graphs of one function; evaluations need four for each stage
         self.compile_evaluations = model.flags.stages_per_rank == 1
 

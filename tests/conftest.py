@@ -23,9 +23,10 @@ import pytest
 import torch
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from common.device import missing_package
 from data.shards import write_shard
 from data.tokenizer import END_OF_TEXT
-from kernels import flash4
+from kernels import cublaslt, flash4
 from parallel.process_group import Distributed
 
 if not torch.cuda.is_available():
@@ -111,13 +112,38 @@ def write_corpus(folder, sizes=(400, 2000, 1500, 700), seed=0):
 
 
 @pytest.fixture
+def install(tmp_path, monkeypatch):
+    """install(module, code): a module of this code, in place of the real one and its packages."""
+
+    def install(module, code):
+        *packages, name = module.split(".")
+        folder = tmp_path / "installed" / Path(*packages)
+        folder.mkdir(parents=True)
+        for depth in range(len(packages)):
+            (tmp_path / "installed" / Path(*packages[: depth + 1]) / "__init__.py").touch()
+        (folder / f"{name}.py").write_text(code)
+        monkeypatch.syspath_prepend(tmp_path / "installed")
+        top = module.partition(".")[0]
+        for loaded in [loaded for loaded in sys.modules if loaded.partition(".")[0] == top]:
+            monkeypatch.delitem(sys.modules, loaded)
+        forget()
+
+    def forget():
+        for cached in (missing_package, cublaslt.missing, cublaslt.library):
+            cached.cache_clear()
+
+    yield install
+    forget()
+
+
+@pytest.fixture
 def tuned_gemms_calls(monkeypatch):
     """The (N, K, M) of each GEMM that --tuned_gemms computes in this process; short ones are replaced too."""
-    from kernels import cublaslt, tuned_gemms  # imports the compiler, seconds
+    from kernels import compile, cublaslt
 
     torch.compiler.reset()  # of one function it compiles eight graphs in a process; after these it runs uncompiled
     calls, real = [], cublaslt.mm
-    monkeypatch.setattr(tuned_gemms, "MIN_FLOPS", 1)
+    monkeypatch.setattr(compile, "MIN_FLOPS", 1)
     monkeypatch.setattr(cublaslt, "mm", lambda a, b, *rest: calls.append((*a.shape, b.size(1))) or real(a, b, *rest))
     return calls
 

@@ -6,7 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from kernels import compile, tuned_gemms
+from kernels import compile
+from kernels.compile import compile_model
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 N, K, M = 2048, 512, 2048
@@ -28,7 +29,7 @@ def two_layers(x, w, bias, v):
 
 @pytest.mark.parametrize("dtype, replaced", [(torch.bfloat16, 4), (torch.float32, 0)])
 def test_large_gemms_in_16_bits_are_replaced_in_forward_and_backward(dtype, replaced, tuned_gemms_calls):
-    results = losses_and_gradients(compile.compile(two_layers, ON), dtype)
+    results = losses_and_gradients(compile_model(two_layers, ON), dtype)
     # forward, the gradients of x, w and the hidden layer; the second layer's other results are smaller
     assert sorted(tuned_gemms_calls) == sorted([(N, K, M), (N, M, K), (M, N, K), (N, 8, M)][:replaced])
     for one, other in zip(results, losses_and_gradients(two_layers, dtype)):
@@ -38,7 +39,7 @@ def test_large_gemms_in_16_bits_are_replaced_in_forward_and_backward(dtype, repl
 def compare(function, *tensors):
     """The compiled function's result with the function's own."""
     with torch.no_grad():
-        result = compile.compile(function, ON)(*tensors)
+        result = compile_model(function, ON)(*tensors)
         torch.testing.assert_close(result.float(), function(*tensors).float(), rtol=2e-2, atol=1e-1)
 
 
@@ -60,12 +61,12 @@ def test_a_gemm_of_dynamic_size_is_left(tuned_gemms_calls):
 
 
 def test_short_gemms_are_left(monkeypatch, tuned_gemms_calls):
-    monkeypatch.setattr(tuned_gemms, "MIN_FLOPS", 2 * N * K * M + 1)
+    monkeypatch.setattr(compile, "MIN_FLOPS", 2 * N * K * M + 1)
     compare(torch.mm, normal(N, K), normal(K, M))
     assert not tuned_gemms_calls
 
 
 def test_without_the_flags_nothing_is_replaced(tuned_gemms_calls):
-    assert compile.compile(two_layers, SimpleNamespace(compile=False, tuned_gemms=True)) is two_layers
-    losses_and_gradients(compile.compile(two_layers, SimpleNamespace(compile=True, tuned_gemms=False)), torch.bfloat16)
+    assert compile_model(two_layers, SimpleNamespace(compile=False, tuned_gemms=True)) is two_layers
+    losses_and_gradients(compile_model(two_layers, SimpleNamespace(compile=True, tuned_gemms=False)), torch.bfloat16)
     assert not tuned_gemms_calls
