@@ -35,7 +35,7 @@ def print_plan(trainer, notes, start, train_stream, val_stream, hellaswag, log, 
     recipe = f"{config.optimizer}, lr {config.lr:g}, {config.warmup_steps} warm-up steps, then {config.lr_schedule}"
     if config.adamw_states != "float32":
         recipe += f"; AdamW's moments in {config.adamw_states}"
-    mfu = "unknown for this device: give --peak_tflops"
+    mfu = "unknown for this device"
     if log.peak_flops:
         mfu = f"relative to {log.peak_flops / 1e12 / world_size:g} TFLOP/s a device"
     if config.val_every and (problem := evaluation.missing_tokenizer()):

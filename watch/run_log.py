@@ -3,6 +3,7 @@
 import collections
 import json
 import math
+import os
 import statistics
 import time
 from pathlib import Path
@@ -23,14 +24,14 @@ from common import flag_file
 from common.errors import UserError
 from common.files import atomic_write, write_json
 from data.shards import dataset_name
-from watch.hardware import environment, peak_flops, peak_memory
-from watch.log_file import LogFile
+from watch.hardware import environment, mfu, peak_flops, peak_memory
 from watch.ranks import RankHistory
 from watch.wandb_page import WandbPage
 
 SPIKE = 5  # a loss this many standard deviations above the mean of the last SPIKE_WINDOW losses is marked
 SPIKE_WINDOW = 100
 MIN_SPIKE_WINDOW = 20  # with fewer losses the standard deviation says little
+WAITING = 2**24  # bytes of a log that wait in memory while the disk is full: those of some 50,000 steps
 
 
 class RunLog:
@@ -52,7 +53,7 @@ class RunLog:
         self.flags = flags
         self.device = device = distributed.device
         self.flops_per_token = flops_per_token
-        self.peak_flops = peak_flops(device, config.peak_tflops) * distributed.world_size
+        self.peak_flops = peak_flops(device) * distributed.world_size
         self.first_step = training["step"] if training else 0
         self.wandb = WandbPage(config)
         kind = "demo" if config.demo else config.model if config.init_from == "scratch" else Path(config.init_from).name
@@ -84,7 +85,6 @@ class RunLog:
         self.ranks = RankHistory()
         self._first_end = None  # (step, time) of the end of this process's first step
         self._error = None  # the OSError of the last attempt to write the folder
-        self._lost = None  # what a deleted folder has lost, in words
 
     def where_to_watch(self):
         """One line: the wandb page's URL, the commands that show and upload an offline run, or the path of
@@ -104,11 +104,11 @@ class RunLog:
         deviations = self._spike(loss)
         seconds_left = self._seconds_left(step)
         rate = result.tokens / seconds
-        mfu = rate * self.flops_per_token / self.peak_flops if self.peak_flops else None
+        utilization = mfu(rate, self.flops_per_token, self.peak_flops)
         columns = [f"loss {loss:.6f}", f"lr {lr:.4e}", f"norm {result.grad_norm:.4f}", f"{seconds * 1000:.2f} ms"]
         columns.append(f"{rate:,.0f} tok/s")
-        if mfu:
-            columns.append(f"MFU {mfu:.1%}")
+        if utilization:
+            columns.append(f"MFU {utilization:.1%}")
         of_ranks, slow_rank = self.ranks.add(result.own_ms)
         columns.append("time left unknown" if seconds_left is None else f"{duration(seconds_left)} left")
         if slow_rank:
@@ -119,7 +119,7 @@ class RunLog:
             columns.append(f"spike, {deviations:.0f} standard deviations")
         self._print(step, *columns)
         values = dict(train_loss=loss, lr=lr, grad_norm=result.grad_norm, step_ms=seconds * 1000, tokens_per_sec=rate)
-        values |= dict(mfu=mfu, peak_gb=peak_memory(self.device), **of_ranks)
+        values |= dict(mfu=utilization, peak_gb=peak_memory(self.device), **of_ranks)
         if bad_steps:
             values["bad_steps"] = bad_steps
         if deviations:
@@ -170,14 +170,13 @@ class RunLog:
         self._lock.close()
 
     def check_complete(self):
-        """Raises UserError if a closed log lacks lines: the disk was full to the end, or the folder was deleted."""
-        if self._error:
+        """Raises UserError if a closed log lacks lines."""
+        reason = self._error.strerror if self._error else "a log was deleted, or the disk was full for long"
+        if self._error or self.log_txt.lost or self.metrics_jsonl.lost:
             raise UserError(
-                f"{self.folder} could not be written to its end ({self._error.strerror}): its logs lack lines that the "
-                "output above has; make room, or choose another --log_dir"
+                f"{self.folder} could not be written completely ({reason}): its logs lack lines that the output above "
+                "has; make room, or choose another --log_dir"
             )
-        if self._lost:
-            raise UserError(f"{self._lost}: log lines from before that are lost")
 
     # ------------------------------------------------------------------------------------------------------------------
     # The folder
@@ -252,8 +251,6 @@ class RunLog:
         once, and the next call tries again."""
         before, self._error = self._error, None
         try:
-            if not (self.log_txt.is_in_place() and self.metrics_jsonl.is_in_place()):
-                self._make_again()
             self.log_txt.write(sync)
             self.metrics_jsonl.write(sync)
             if facts:
@@ -263,24 +260,7 @@ class RunLog:
         if self._error and not before:
             print(f"cannot write {self.folder} ({self._error.strerror}): training goes on, log lines wait in memory")
         if before and not self._error:
-            print(f"{self.folder} is written again, with all lines that waited")
-
-    def _make_again(self):
-        """Make the folder again after it was deleted, moved or unmounted, since later checkpoints are worth keeping.
-
-        An editor may also have replaced a log by a copy; nothing is lost then. Raises UserError if another process has
-        taken the folder's name.
-        """
-        lost = not all((self.folder / name).exists() for name in ("config.json", "log.txt", "metrics.jsonl"))
-        self.folder.mkdir(parents=True, exist_ok=True)
-        self._lock.close()
-        self._lock = lock(self.folder)
-        self._write_facts()
-        self.log_txt.reopen()
-        self.metrics_jsonl.reopen()
-        if lost:
-            self._lost = f"{self.folder}, or a log in it, was deleted, moved or unmounted while training"
-            print(f"{self._lost}; training goes on in a folder of this name")
+            print(f"{self.folder} is written again, with the lines that waited")
 
     def _spike(self, loss):
         """The loss's distance from the mean of the last losses, in standard deviations, if it is a spike, else None."""
@@ -302,6 +282,33 @@ class RunLog:
             return None
         first, end = self._first_end
         return (now - end) / (step - first) * (self.config.max_steps - step - 1)
+
+
+class LogFile:
+    """A file that grows by lines. Lines that a full disk refuses wait in memory, up to WAITING bytes of them."""
+
+    def __init__(self, path):
+        self._file = open(path, "ab", buffering=0)  # no buffer: a crash loses no line, an error no part of one
+        self._waiting = bytearray()
+        self.lost = False  # whether the file lacks a line for good
+
+    def add(self, text):
+        line = text.encode()
+        if len(self._waiting) + len(line) > WAITING:
+            self.lost = True
+        else:
+            self._waiting += line
+
+    def write(self, sync=False):
+        """Write what waits; with sync=True return when it is on disk. Raises OSError, and the rest waits."""
+        while self._waiting:
+            del self._waiting[: self._file.write(self._waiting)]  # a disk may have room for half a line
+        if sync:
+            os.fsync(self._file.fileno())
+
+    def close(self):
+        self.lost |= os.fstat(self._file.fileno()).st_nlink == 0  # a deleted file accepts writes without an error
+        self._file.close()
 
 
 def parse_log_line(line):

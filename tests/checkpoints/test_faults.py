@@ -14,7 +14,7 @@ import pytest
 import torch
 from conftest import ROOT, TINY, begin, expect_error, logged, metrics
 
-from checkpoints import load, run_folder
+from checkpoints import load
 from common import cli, errors
 
 EVERY_3 = ("--checkpoint_every", 3, "--val_every", 4)
@@ -268,27 +268,6 @@ def test_pieces_on_disks_that_are_not_shared(train, script):
     done = train("x", *flags, drop="--max_steps --checkpoint_every", script=code, ranks=2, fails=True)
     expect_error(done, "step 3 is not saved")
     assert "all machines must share --log_dir" in done.stdout
-
-
-def test_a_run_whose_folder_is_deleted_goes_on(tmp_path, corpus):
-    """And keeps its last checkpoint, with which it can be continued."""
-    flags = [*longer(300), "--data_dir", str(corpus), "--run_name", "deleted", *MUON, *map(str, EVERY_3)]
-    process, output, errors = fork(tmp_path, flags)
-    run = tmp_path / "log" / "deleted"
-    wait_until(lambda: has_checkpoint(run), process, errors)
-    run.rename(tmp_path / "away")
-    message = "log/deleted, or a log in it, was deleted, moved or unmounted while training"
-    # a step after the message is in the new folder's log
-    wait_until(lambda: "tok/s" in output.read_text().partition(message)[2], process, errors)
-    os.kill(process.pid, signal.SIGTERM)
-    process.join(60)
-    assert process.exitcode == 1 and "to continue from log/deleted/" in output.read_text()
-    assert output.read_text().count(message) == 1
-    assert errors.read_text().splitlines()[-1].startswith(f"error: {message}")
-    newest = run_folder.checkpoints_of(run)[0]
-    assert (run / "flags.yaml").read_text() == (tmp_path / "away" / "flags.yaml").read_text()
-    assert [row["step"] for row in metrics(run) if "train_loss" in row][-1] == run_folder.step_of(newest) - 1
-    assert load.verify(newest) is None and run_folder.facts_of(run)["finished"] is False
 
 
 def test_a_rank_that_dies_is_replaced(tmp_path, corpus, train):

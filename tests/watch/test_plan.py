@@ -10,6 +10,7 @@ from model import GPT, GPTConfig
 from optim.schedules import accumulation_steps, tokens_to_train
 from optimizations import Note
 from parallel.process_group import Distributed
+from watch import run_log
 from watch.plan import print_plan, print_summary
 from watch.run_log import RunLog
 
@@ -37,8 +38,9 @@ def plan(capsys, config, log, world_size, notes=(), step=0, tokens=0, hellaswag=
     return [(line[:10].rstrip(), line[11:]) for line in lines]
 
 
-def test_the_plan(tmp_path, capsys):
-    config, log = make_log(tmp_path, peak_tflops=10.0, total_batch_size=1024)
+def test_the_plan(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(run_log, "peak_flops", lambda device: 1e13)
+    config, log = make_log(tmp_path, total_batch_size=1024)
     items = SimpleNamespace(labels=range(10042))
     notes = [
         Note("tf32", False, "no GPU"),
@@ -77,7 +79,7 @@ def test_the_plan_of_a_resumed_run(tmp_path, capsys, monkeypatch):
     assert lines["training"] == "10 steps, 1,004,096 tokens, 98.06 epochs" and "parallel" not in lines
     assert lines["batch"].endswith(" × 16 accumulated × 1 rank, reached after 4 steps")
     assert lines["on"] == "tf32" and lines["HellaSwag"] == "off"
-    assert lines["MFU"] == "unknown for this device: give --peak_tflops"
+    assert lines["MFU"] == "unknown for this device"
     assert lines["note"] == "bits_per_byte is off: no network"
 
 
