@@ -88,7 +88,7 @@ def read_item(row):
     return dict(ctx=ctx, endings=endings, label=int(label))
 
 
-class Batch(NamedTuple):
+class EndingBatch(NamedTuple):
     """Endings with their contexts, one a row, padded to a common width. N: tokens of all endings, with padding."""
 
     inputs: torch.Tensor  # (R, width) int32
@@ -98,7 +98,7 @@ class Batch(NamedTuple):
 
 
 def make_batches(pairs, seq_len, tokens, widths):
-    """Batches of at most `tokens` inputs in a few shapes: (list of Batch, tokens in each ending as (pairs,) int64).
+    """Batches of at most `tokens` inputs in a few shapes: (list of EndingBatch, tokens in each ending as (pairs,) int64).
 
     pairs: token lists (context, ending). A row of more than seq_len tokens loses the start of its context.
     widths: the number of different widths; rows of similar length share a batch.
@@ -123,7 +123,7 @@ def make_batches(pairs, seq_len, tokens, widths):
             r, c = np.nonzero((column >= starts[group, None]) & (column < ends[group, None]))
             targets, positions = np.full(N, -1, dtype=np.int32), np.zeros(N, dtype=np.int32)
             targets[: len(r)], positions[: len(r)] = padded[r, c + 1], r * width + c
-            batches.append(Batch(*map(torch.from_numpy, (padded[:, :-1], targets, positions, group[r]))))
+            batches.append(EndingBatch(*map(torch.from_numpy, (padded[:, :-1], targets, positions, group[r]))))
     return batches, torch.from_numpy(ends - starts)
 
 

@@ -34,13 +34,13 @@ from measure.child_run import OUT_OF_MEMORY, measure, plain, prepare, report_fai
 from measure.figures import describe
 from measure.sweep_axes import OFF, print_unused, read_axis
 from measure.tables import COLUMNS, WIDTHS, align, cells, markdown, sweep_markdown, uneven_warning, winners
+from measure.wandb_table import publish
 from optim import schedules
 from optimizations import RUNGS, turn_off_unavailable
 from parallel.fsdp import is_sharded
 from parallel.memory import LARGEST_IN_WARMUP, choose_micro_batch_size
 from parallel.process_group import Distributed
 from parallel.rendezvous import launched
-from watch.wandb_page import publish
 
 FIRST_MICRO_BATCH = 16  # of the first rungs on a GPU, halved until it fits; an 80 GB A100 can hold it
 # Flags that have an effect on several GPUs only

@@ -1,7 +1,6 @@
 """The run's page on wandb. wandb never asks a question, and an error of wandb never stops training."""
 
 import contextlib
-import dataclasses
 import os
 
 from common.cli import python_command
@@ -14,35 +13,35 @@ class WandbPage:
     def __init__(self, config):
         """Decide where the page is: --wandb auto means online if wandb is logged in and offline otherwise, or
         WANDB_MODE if that is set. Raises UserError if it must be online and there is no login."""
-        self.config = config
+        self.project = config.wandb_project
         self.run = None  # wandb's own run object, or None without a page
         self.folder = None  # of wandb's local files
-        self._mode = config.wandb
-        if self._mode == "auto":
-            self._mode = os.environ.get("WANDB_MODE") or "auto"
-        if self._mode in ("auto", "online"):
-            self._mode = self._online_or_offline()
+        mode = os.environ.get("WANDB_MODE") or "auto" if config.wandb == "auto" else config.wandb
+        self.modes = [mode]  # of the page; after an error, the next; without a page none
+        if mode == "disabled":
+            self.modes = []
+        elif mode in ("auto", "online"):
+            self.modes = self._online_or_offline(mode)
 
-    def _online_or_offline(self):
+    def _online_or_offline(self, mode):
         try:
             import wandb  # takes a second; not needed with --wandb disabled
-
-            try:
-                if wandb.login(prompt=False):
-                    return "online"
-                problem = "it is not logged in"
-            except wandb.errors.AuthenticationError as error:
-                problem = first_line(error)
         except ImportError as error:
             self.lose(error)
-            return "disabled"
+            return []
+        try:
+            if wandb.login(prompt=False):
+                return ["online", "offline"]
+            problem = "it is not logged in"
+        except wandb.errors.AuthenticationError as error:
+            problem = first_line(error)
         except Exception as error:
             self.lose(error, "online")
-            return "offline"
-        if self._mode == "online":
+            return ["offline"]
+        if mode == "online":
             login = python_command("-m", "wandb", "login")
             raise UserError(f"wandb cannot be online ({problem}): run `{login}` or use --wandb offline")
-        return "offline"
+        return ["offline"]
 
     def start(self, folder, facts):
         """Open the page; returns its id, or None without a page.
@@ -51,17 +50,14 @@ class WandbPage:
         facts["wandb_id"] names a page to continue, or is None.
         """
         self.folder = folder / "wandb"
-        if self._mode == "disabled":
-            return None
-        for mode in ("online", "offline") if self._mode == "online" else (self._mode,):
+        for mode in self.modes:
             try:
                 import wandb
 
                 self._samples = wandb.Table(columns=["step", "text"], log_mode="INCREMENTAL")
                 self.run = wandb.init(
-                    project=self.config.wandb_project,
+                    project=self.project,
                     name=folder.name,
-                    group=self.config.wandb_group,
                     id=facts["wandb_id"],
                     resume="allow",  # an upload adds to the page of this id
                     mode=mode,
@@ -81,36 +77,28 @@ class WandbPage:
 
     def log(self, step, values):
         """Send {name: value} for this step."""
-        with self._no_error():
-            if self.run is not None:
-                self.run.log(values | dict(step=step))
+        self.attempt(lambda run: run.log(values | dict(step=step)))
 
     def samples(self, step, texts):
         """Add sampled texts to the page's table."""
-        with self._no_error():
-            if self.run is not None:
-                for text in texts:
-                    self._samples.add_data(step, text)
-                self.run.log({"val/samples": self._samples, "step": step})
 
-    def measurements(self, kind, results, figure):
-        """Add a table of the numbers and texts of results, a list of dictionaries, and the figure if it exists."""
-        with self._no_error():
-            if self.run is not None:
-                import wandb
+        def add(run):
+            for text in texts:
+                self._samples.add_data(step, text)
+            run.log({"val/samples": self._samples, "step": step})
 
-                flat = [{k: x for k, x in result.items() if isinstance(x, str | int | float)} for result in results]
-                columns = list(dict.fromkeys(name for row in flat for name in row))
-                table = wandb.Table(columns=columns, data=[[row.get(name) for name in columns] for row in flat])
-                values = {f"{kind}/table": table}
-                if figure.exists():
-                    values[f"{kind}/figure"] = wandb.Image(str(figure))
-                self.run.log(values)
+        self.attempt(add)
 
     def finish(self):
-        with self._no_error():
+        self.attempt(lambda run: run.finish())
+
+    def attempt(self, send):
+        """Call send(wandb's run) if there is a page; an error of it ends the page."""
+        try:
             if self.run is not None:
-                self.run.finish()
+                send(self.run)
+        except Exception as error:
+            self.lose(error)
 
     def lose(self, error, mode="run"):
         """Go on without the page after an error."""
@@ -134,20 +122,3 @@ class WandbPage:
         # each resume adds a folder with the same id, and the upload makes one page of them, in order of time
         show, upload = (python_command("-m", "wandb", verb, self.folder) for verb in ("leet", "sync"))
         return f"{show} (upload: {upload}/offline-run-*)"
-
-    @contextlib.contextmanager
-    def _no_error(self):
-        try:
-            yield
-        except Exception as error:
-            self.lose(error)
-
-
-def publish(config, folder, kind, results):
-    """Log a ladder's results as a table, and KIND.png in its folder, to a run of their own in the group of its runs."""
-    page = WandbPage(dataclasses.replace(config, wandb_group=folder.name))
-    page.start(folder, dict(wandb_id=None))
-    page.measurements(kind, [result.get("cell", {}) | result for result in results], folder / f"{kind}.png")
-    if where := page.where_to_watch():
-        print(f"table and figure: {where}")
-    page.finish()

@@ -1,4 +1,3 @@
-import json
 import math
 import subprocess
 
@@ -9,9 +8,7 @@ from common.errors import UserError
 from config import Config
 from parallel.process_group import Distributed
 from train_gpt2 import StepResult
-from watch.curves import new_figure
 from watch.run_log import RunLog
-from watch.wandb_page import publish
 
 ALONE = Distributed(0, 1, torch.device("cpu"))
 
@@ -153,20 +150,3 @@ def test_a_resumed_run_keeps_its_page(tmp_path, monkeypatch):
     log = RunLog(config, config, ALONE, 1e9)  # a new run
     assert log.wandb.run.id != facts["wandb_id"]
     log.close()
-
-
-def test_a_ladders_table_and_figure(tmp_path):
-    """In a run of the group of its rungs; a table has the columns of all results."""
-    folder = tmp_path / "ladder-1"
-    folder.mkdir()
-    results = [
-        dict(rung="baseline", status="done", ms=2.5, memory_gb=dict(weights=1.0)),
-        dict(rung="+ tf32", status="skipped", reason="no GPU"),
-    ]
-    new_figure(2, 2)[0].savefig(folder / "ladder.png")
-    publish(Config(wandb="offline"), folder, "ladder", results)
-    (table,) = folder.glob("wandb/offline-run-*/files/media/table/ladder/*.json")
-    content = json.loads(table.read_text())
-    assert content["columns"] == ["rung", "status", "ms", "reason"]
-    assert content["data"] == [["baseline", "done", 2.5, None], ["+ tf32", "skipped", None, "no GPU"]]
-    assert len(list(folder.glob("wandb/offline-run-*/files/media/images/ladder/*.png"))) == 1
