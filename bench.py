@@ -8,7 +8,6 @@ torchrun --standalone --nproc_per_node=8 bench.py
 import common.interrupt  # first: Ctrl-C during the other imports
 
 import statistics
-import sys
 from dataclasses import dataclass, replace
 
 import torch
@@ -49,7 +48,8 @@ class BenchConfig(Timing, Config):
 
 
 def main():
-    config = parse(BenchConfig, default=BenchConfig(**vars(defaults(sys.argv))), hints=HINTS)
+    typed = given(BenchConfig, HINTS)
+    config = parse(BenchConfig, default=BenchConfig(**vars(defaults(typed))))
     if config.steps < 1:
         raise UserError(f"--steps {config.steps}: it must be at least 1")
     if config.profile or config.memory_snapshot:
@@ -60,18 +60,18 @@ def main():
         raise UserError("bench.py starts from random weights: leave out --init_from and --resume")
     distributed = process_group.start(config.device, config.tensor, config.context, config.pipeline)
     with out_of_memory(less_memory()):
-        time_steps(config, distributed)
+        time_steps(config, distributed, typed)
     process_group.stop()
 
 
-def time_steps(config, distributed):
+def time_steps(config, distributed, typed):
     if config.deterministic:
         be_deterministic()
     # a warm-up would keep the weights near their random start, where the same kernels draw more power and so are slower
     config = replace(config, warmup_steps=0, lr_schedule="constant", hellaswag_every=0)
     fsdp.check_machines(config, distributed)
     config, notes = resolve(config, distributed, free_memory(distributed))
-    refuse_unavailable_flags(given(sys.argv), notes)
+    refuse_unavailable_flags(typed, notes)
     for line in note_lines(notes) if distributed.is_main else ():
         print(f"note       {line}")
     trainer = build(config, distributed)

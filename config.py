@@ -11,12 +11,11 @@ import tyro
 import evaluation
 from checkpoints.run_folder import flags_file_of
 from common import flag_file
-from common.bounds import check_bounds
-from common.cli import arguments, given, spell_switches
+from common.cli import check_bounds, flag
 from common.errors import Note, UserError
 from common.peer_flags import HINTS
 from optim import recipes, schedules
-from optimizations import OPTIMIZATIONS, RUNGS, SWITCHES, is_off, turn_off_unavailable
+from optimizations import RUNGS, SWITCHES, is_off, turn_off_unavailable
 from parallel import fsdp, pipeline
 from parallel.memory import check_micro_batch_size, choose_micro_batch_size
 
@@ -39,27 +38,27 @@ class Basics:
 
     TITLE = "basic"
 
-    demo: bool = False
+    demo: bool = flag(False, sweep=False)
     """--model tiny on text that comes with Python: a few minutes on a CPU; no network, no FineWeb needed."""
-    model: Literal["gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl", "tiny"] = "gpt2"
+    model: Literal["gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl", "tiny"] = flag("gpt2", report=True)
     """124M, 355M, 774M or 1558M parameters; tiny, 7M, changes defaults to suit a CPU (--model tiny --help)."""
     data_dir: str = "edu_fineweb10B"
     """Folder of shards that fineweb.py wrote."""
-    max_steps: int = 19073
+    max_steps: int = flag(19073, at_least=1, report=True, sweep=False)
     """Training steps; the default is one epoch of 10B tokens."""
-    micro_batch_size: int | None = None
+    micro_batch_size: int | None = flag(None, at_least=1)
     """Sequences in one forward pass of a device; by default, what fits. Changes speed and memory, not the batch."""
-    lr: float = 6e-4
+    lr: float = flag(6e-4, at_least=0, report=True)
     """Peak learning rate."""
-    run_name: str | None = None
+    run_name: str | None = flag(None, one_start=True, sweep=False)
     """Folder of the run in log_dir, and its name on wandb; by default the model, date and time."""
-    resume: str = "auto"
+    resume: str = flag("auto", one_start=True, sweep=False)
     """auto: the newest checkpoint of --run_name, if any; never; PATH: a run or a checkpoint, with its flags."""
-    config: str | None = None
+    config: str | None = flag(None, one_start=True, sweep=False)
     """Take defaults from this YAML file, {flag: value}, as RUN/flags.yaml; a usual default counts as not given."""
-    wandb: Literal["auto", "online", "offline", "disabled"] = "auto"
+    wandb: Literal["auto", "online", "offline", "disabled"] = flag("auto", sweep=False)
     """auto: online if wandb is logged in, else offline."""
-    ladder: bool = False
+    ladder: bool = flag(False, one_start=True, sweep=False)
     """Measure what each optimization buys: a short run with all off, then one run for each optimization added."""
 
 
@@ -69,17 +68,17 @@ class Model:
 
     TITLE = "model"
 
-    n_layer: int | None = None
+    n_layer: int | None = flag(None, at_least=1, report=True)
     """Layers, instead of the model's own."""
-    n_head: int | None = None
+    n_head: int | None = flag(None, at_least=1, report=True)
     """Attention heads, instead of the model's own."""
-    n_embd: int | None = None
+    n_embd: int | None = flag(None, at_least=1, report=True)
     """Embedding width, instead of the model's own."""
-    seq_len: int = 1024
+    seq_len: int = flag(1024, at_least=1, report=True)
     """Sequence length in tokens."""
     init_from: str = "scratch"
     """Initial weights: scratch, a run, a checkpoint, a Hugging Face folder, a name on the hub (gpt2), a .pt."""
-    seed: int = 1337
+    seed: int = flag(1337, at_least=0, below=2**63, report=True, sweep="axis")
     """Seed of the initial weights, the data order and the samples."""
 
 
@@ -89,7 +88,7 @@ class Data:
 
     TITLE = "data"
 
-    shuffle: bool = True
+    shuffle: bool = flag(True, report=True)
     """Shuffle documents by the seed, anew each epoch; --no_shuffle reads the shards in order."""
 
 
@@ -97,7 +96,10 @@ def help_of(row):
     return tyro.conf.arg(help=f"{row.help[0].upper()}{row.help[1:]}.")
 
 
-Switches = make_dataclass("Switches", [(row.name, Annotated[bool, help_of(row)], row.default) for row in SWITCHES])
+Switches = make_dataclass(
+    "Switches",
+    [(row.name, Annotated[bool, help_of(row)], flag(row.default, report=row.changes != "nothing")) for row in SWITCHES],
+)
 
 
 @dataclass
@@ -106,7 +108,7 @@ class Speed(Switches):
 
     TITLE = "precision and speed"
 
-    autocast: Literal["bf16", "fp16", "off"] = "bf16"
+    autocast: Literal["bf16", "fp16", "off"] = flag("bf16", report=True)
     """Mixed precision; fp16 uses loss scaling and is for GPUs without bf16."""
     attention_backend: Literal["auto", "cudnn", "flash", "efficient", "written_out"] = "auto"
     """The kernel of --flash; auto: the fastest known for the GPU (docs/attention.md)."""
@@ -122,33 +124,33 @@ class Recipe:
 
     TITLE = "recipe"
 
-    optimizer: Literal["adamw", "muon"] = "adamw"
+    optimizer: Literal["adamw", "muon"] = flag("adamw", report=True)
     """muon: Muon for the matrices of the blocks, AdamW for the rest; changes the defaults of --lr and the schedule."""
-    total_batch_size: int = 524288
+    total_batch_size: int = flag(524288, at_least=1, report=True)
     """Tokens in a step, over all devices and accumulated micro-batches."""
-    min_lr_ratio: float = 0.1
+    min_lr_ratio: float = flag(0.1, at_least=0, at_most=1, report=True)
     """The schedule ends at this fraction of the peak learning rate."""
-    warmup_steps: int = 715
+    warmup_steps: int = flag(715, at_least=0, report=True)
     """Steps of linear learning-rate warm-up; the default is GPT-3's 375M tokens."""
-    lr_schedule: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
+    lr_schedule: Literal["cosine", "linear", "wsd", "constant"] = flag("cosine", report=True)
     """Learning rate after the warm-up: cosine or linear decay; wsd: constant, then linear decay; or constant."""
-    cooldown_ratio: float = 0.5
+    cooldown_ratio: float = flag(0.5, at_least=0, at_most=1, report=True)
     """With wsd: the fraction of all steps in which the learning rate decays."""
-    weight_decay: float = 0.1
+    weight_decay: float = flag(0.1, at_least=0, report=True)
     """Weight decay of matrices and embeddings."""
-    beta1: float = 0.9
+    beta1: float = flag(0.9, at_least=0, below=1, report=True)
     """AdamW's decay rate of the first moment."""
-    beta2: float = 0.95
+    beta2: float = flag(0.95, at_least=0, below=1, report=True)
     """AdamW's decay rate of the second moment."""
-    adamw_lr: float = 3.6e-3
+    adamw_lr: float = flag(3.6e-3, at_least=0, report=True)
     """With --optimizer muon: AdamW's peak learning rate, for embeddings, biases and LayerNorms; --lr is Muon's."""
-    adamw_states: Literal["float32", "bf16", "int8"] = "float32"
+    adamw_states: Literal["float32", "bf16", "int8"] = flag("float32", report=True)
     """How AdamW stores its two moments: 8, 4 or 2 bytes for each parameter; int8 has a scale for each 256 numbers."""
-    momentum: float = 0.95
+    momentum: float = flag(0.95, at_least=0, below=1, report=True)
     """Muon's momentum."""
-    grad_clip: float = 1.0
+    grad_clip: float = flag(1.0, at_least=0, report=True)
     """Clip the gradient to this norm; 0 is off."""
-    batch_warmup_steps: int = 0
+    batch_warmup_steps: int = flag(0, at_least=0, report=True, sweep=False)
     """Steps of linear batch-size warm-up from one micro-batch per device, as GPT-3's; 0 is off."""
 
 
@@ -161,15 +163,15 @@ class SeveralGPUs:
     parallel: Literal["ddp", "zero2", "zero3", "hsdp"] = "ddp"
     """What a GPU holds. ddp: everything. zero3: a shard of everything.
     zero2: as zero3, but weights stay gathered during a step. hsdp: zero3 in each group of --shard_ranks ranks."""
-    shard_ranks: int | None = None
+    shard_ranks: int | None = flag(None, at_least=1, sweep="axis")
     """With hsdp: number of ranks that share one copy of the weights; by default the ranks of a machine."""
-    tensor: int = 1
+    tensor: int = flag(1, at_least=1, sweep="axis")
     """Split every layer over this many adjacent ranks: heads, columns of the MLP, rows of the embedding table."""
-    context: int = 1
+    context: int = flag(1, at_least=1, sweep="axis")
     """Split every training sequence over this many adjacent ranks, for sequences too long for one GPU."""
-    pipeline: int = 1
+    pipeline: int = flag(1, at_least=1, sweep="axis")
     """Divide the blocks over this many groups of ranks, which work on different micro-batches at the same time."""
-    stages_per_rank: int = 1
+    stages_per_rank: int = flag(1, at_least=1, sweep="axis")
     """With --pipeline: stages on each rank; more of them make the bubble smaller and send more (interleaved 1F1B)."""
     activation_checkpointing: Literal["off", "full", "selective"] = "off"
     """Recompute activations in backward: full, all of a block; selective, all but GEMM and attention outputs."""
@@ -181,17 +183,17 @@ class Evaluation:
 
     TITLE = "evaluation"
 
-    val_every: int = 250
+    val_every: int = flag(250, at_least=0, sweep=False)
     """Steps between validations; 0 is off."""
-    val_tokens: int = 10485760
+    val_tokens: int = flag(10485760, at_least=1, sweep=False)
     """Validation tokens, at most all there are."""
-    hellaswag_every: int = 250
+    hellaswag_every: int = flag(250, at_least=0, sweep=False)
     """Steps between HellaSwag evaluations; 0 is off."""
-    hellaswag_data: str | None = None
+    hellaswag_data: str | None = flag(None, sweep=False)
     """HellaSwag's validation set as a local .jsonl file; by default it is downloaded."""
-    hellaswag_limit: int | None = None
+    hellaswag_limit: int | None = flag(None, at_least=1, sweep=False)
     """Evaluate this many HellaSwag items, evenly spread; by default all on a GPU, a few elsewhere."""
-    sample_every: int = 250
+    sample_every: int = flag(250, at_least=0, sweep=False)
     """Steps between samples; 0 is off."""
 
 
@@ -201,13 +203,13 @@ class Checkpoints:
 
     TITLE = "checkpoints"
 
-    checkpoint_every: int = 1000
+    checkpoint_every: int = flag(1000, at_least=0, sweep=False)
     """Steps between checkpoints; 0 is off."""
-    keep_checkpoints: int = 3
+    keep_checkpoints: int = flag(3, at_least=1, sweep=False)
     """Newest checkpoints to keep; also kept: the best one, and the newest one whose next step was finite."""
-    allow_other_data: bool = False
+    allow_other_data: bool = flag(False, one_start=True, sweep=False)
     """Resume on other data than the checkpoint's, at the same token position."""
-    max_bad_steps: int = 10
+    max_bad_steps: int = flag(10, at_least=1)
     """Stop after so many consecutive steps whose loss or gradient norm is not finite. A bad norm changes no weight."""
 
 
@@ -217,13 +219,13 @@ class Logging:
 
     TITLE = "logging"
 
-    log_dir: str = "log"
+    log_dir: str = flag("log", sweep=False)
     """Folder of all runs."""
-    wandb_project: str = "gpt2"
+    wandb_project: str = flag("gpt2", sweep=False)
     """Project on wandb."""
-    wandb_group: str | None = None
+    wandb_group: str | None = flag(None, sweep=False)
     """Group on wandb."""
-    peak_tflops: float | None = None
+    peak_tflops: float | None = flag(None, above=0, sweep=False)
     """The device's dense bf16 peak, for MFU; known for common GPUs."""
 
 
@@ -239,12 +241,12 @@ class Measuring:
             help="The ladder's rungs, comma-separated, in the order to climb; a+b turns on both in one rung. A rung "
             f"that is not named stays off. Rungs: {', '.join(RUNGS)}. all: every rung that is on, or on by default."
         ),
-    ] = "all"
-    ladder_steps: int = 20
+    ] = flag("all", sweep=False)
+    ladder_steps: int = flag(20, at_least=1, sweep=False)
     """Steps measured on each rung or sweep cell, after a few warm-up steps; evaluations and checkpoints are off."""
-    profile: int = 0
+    profile: int = flag(0, at_least=0, one_start=True, sweep=False)
     """Trace this many steps with PyTorch's profiler and print where their time went; 0 is off."""
-    memory_snapshot: int = 0
+    memory_snapshot: int = flag(0, at_least=0, one_start=True, sweep=False)
     """Record this many steps' allocations on a GPU, for PyTorch's memory viewer; 0 is off."""
 
 
@@ -261,52 +263,49 @@ class Config(*reversed(GROUPS)):
     GROUPS = GROUPS
 
 
-def defaults(arguments):
-    """A command line's default Config: the recipes of --demo, --model tiny and --optimizer muon, overridden by flags of
-    --resume's run, then by --config's.
+def defaults(typed):
+    """The default Config for the flags on the command line, {name: value}: the recipes of --demo, --model tiny and
+    --optimizer muon, overridden by the flags of --resume's run, then by --config's.
 
-    A run's file lists every flag, so a value of a file counts only where it differs from the defaults of the file's own
-    recipe. Without a GPU --ladder uses the demo, unless a flag names data, model, weights or device; it compiles tiny
-    models. Raises UserError for a file without flags.
+    Without a GPU --ladder uses the demo, unless a flag names data, model, weights or device; it compiles tiny models.
+    Raises UserError for a file without flags.
     """
-    typed, from_files = given(spell_switches(Config, arguments)), {}
-    if {"--help", "-h"} & set(arguments):
-        return Config(**recipes.recipe_defaults(typed))
+    in_files = {}
     for path in (flags_file_of(typed), typed.get("config")):
-        if isinstance(path, str | Path):
-            from_files |= flag_file.read(path, Config, HINTS)
-    ladder = bool(typed.get("ladder"))
-    names = from_files.keys() | typed.keys()
-    if ladder and not {"data_dir", "device", "model", "init_from"} & names and not torch.cuda.is_available():
-        typed["demo"] = True
-    usual = vars(Config(**recipes.recipe_defaults(from_files)))
-    chosen = {name: value for name, value in from_files.items() if value != usual[name]}
-    values = recipes.recipe_defaults(from_files | typed) | chosen
-    if ladder and values.get("model") == "tiny":
+        if path:
+            in_files |= flag_file.read(path, Config, HINTS)
+    chosen = in_files | typed
+    if typed.get("ladder") and not {"data_dir", "device", "model", "init_from"} & chosen.keys():
+        chosen["demo"] = chosen.get("demo") or not torch.cuda.is_available()
+    values = recipes.recipe_defaults(chosen) | in_files
+    if typed.get("ladder") and values.get("model") == "tiny":
         values["compile"] = True
     return Config(**values)
 
 
-def flags(config):
-    """The command line, as a list, that parses into this config; without --config and --resume."""
-    plain = vars(Config())
+def chosen_flags(config):
+    """{flag: value}, from which defaults() makes this config: what chooses its recipe, and what differs from it."""
     recipe = recipes.recipe_defaults(vars(config))
-    chosen = {name: recipe[name] for name in ("demo", "model", "optimizer") if name in recipe}
-    alone = dict(vars(config), config=None, resume=Config.resume)
-    return arguments(plain | chosen, plain) + arguments(alone, vars(Config(**recipe)))
+    usual = vars(Config(**recipe))
+    of_recipe = {name: recipe[name] for name in ("demo", "model", "optimizer") if name in recipe}
+    return of_recipe | {name: value for name, value in vars(config).items() if value != usual[name]}
 
 
-def flags_that_matter():
-    """Flags that change a run's results by more than summation order; a resumed run reports their changes."""
-    own = {"model", "n_layer", "n_head", "n_embd", "seq_len", "seed", "shuffle", "max_steps"}
-    of_rows = {flag for row in OPTIMIZATIONS if row.changes != "nothing" for flag in row.off}
-    return own | {field.name for field in dataclasses.fields(Recipe)} | of_rows
+def command_line(config):
+    """The command line, as a list, that parses into this config; without --config and --resume."""
+    flags = chosen_flags(dataclasses.replace(config, config=None, resume=Config.resume))
+    spelled = {True: "--{}", False: "--no_{}"}
+    return [
+        part
+        for name, value in flags.items()
+        for part in ([spelled[value].format(name)] if isinstance(value, bool) else [f"--{name}", str(value)])
+    ]
 
 
-def refuse_unavailable_flags(given_flags, notes):
+def refuse_unavailable_flags(typed, notes):
     """Raises UserError if a flag on the command line was turned off."""
     for note in notes:
-        if note.flag in given_flags and is_off(note):
+        if note.flag in typed and is_off(note):
             raise UserError(f"--{note.flag} does nothing here: {note.reason}; leave it out")
 
 

@@ -15,19 +15,17 @@ import common.interrupt  # first: Ctrl-C during the other imports
 import dataclasses
 import itertools
 import os
-import sys
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 from tqdm import tqdm
 
-from common.bounds import check_bounds
-from common.cli import given, parse, run, spell_switches
+from common.cli import check_bounds, given, parse, run
 from common.device import choose_device_type
 from common.errors import Note, UserError
 from common.peer_flags import HINTS
-from config import GROUPS, SETTLING_STEPS, Config, defaults, flags
+from config import GROUPS, SETTLING_STEPS, Config, command_line, defaults
 from data.shards import open_shards
 from measure import figures, plan, to_loss
 from measure.child_run import OUT_OF_MEMORY, measure, plain, prepare, report_failures, save
@@ -69,13 +67,13 @@ class LadderConfig(Sweep, to_loss.ToLoss, plan.Plan, Config):
 
 
 def main():
-    own = given(spell_switches(LadderConfig, sys.argv))
+    own = given(LadderConfig, HINTS)
     is_sweep = "sweep" in own
-    base = defaults(sys.argv if is_sweep or own.get("plan") else [*sys.argv, "--ladder"])
+    base = defaults(own if is_sweep or own.get("plan") else own | dict(ladder=True))
     # flags of a file or a run go before the demo's
     is_demo = base.demo and own.get("to_loss") and not {"config", "resume"} & own.keys()
     default = LadderConfig(**vars(base) | (to_loss.TO_LOSS_DEMO if is_demo else {}))
-    config = parse(LadderConfig, default=default, hints=HINTS)
+    config = parse(LadderConfig, default=default)
     if config.gpus is not None and not (is_sweep or config.plan):
         raise UserError(f"--gpus {config.gpus} is for --sweep and --plan: leave it out")
     modes = dict(plan=config.plan, sweep=is_sweep, to_loss=config.to_loss)
@@ -108,7 +106,7 @@ def check(config):
 
 def short_run(config):
     """The arguments of train_gpt2.py for a measurement."""
-    return flags(dataclasses.replace(plain(config), **OFF, max_steps=SETTLING_STEPS + config.ladder_steps))
+    return command_line(dataclasses.replace(plain(config), **OFF, max_steps=SETTLING_STEPS + config.ladder_steps))
 
 
 def finish(config, folder, kind, results):
@@ -133,7 +131,7 @@ def climb(config):
         raise UserError("--fp8 needs --parallel ddp, without --tensor and --pipeline")
     rungs = choose_rungs(config.rungs, count_devices(config), config)
     check(config)
-    print_unused(given(sys.argv))
+    print_unused(given(LadderConfig))
     folder = prepare(config.log_dir, config.run_name, "ladder")
     print(f"results: {folder}/" + (", of the demo's small model (GPT-2 needs a GPU, and data)" if config.demo else ""))
     device, steps = torch.device(choose_device_type(config.device)), SETTLING_STEPS + config.ladder_steps
@@ -325,7 +323,7 @@ def climb_to_loss(config):
             runs = [dict(status="skipped", reason=idle)] if idle else []
             for seed in () if idle else range(config.seed, config.seed + config.seeds):
                 bar.set_description(f"{name}, seed {seed}")
-                arguments = flags(dataclasses.replace(rung, seed=seed))
+                arguments = command_line(dataclasses.replace(rung, seed=seed))
                 runs.append(measure(arguments, folder, f"{index:02d}_seed{seed}", ranks, rung.max_steps, bar))
                 if runs[-1]["status"] != "done":
                     break  # the other seeds would fail too
@@ -366,7 +364,7 @@ def sweep(config):
     if len(axes) < len(config.sweep):
         raise UserError("--sweep names a flag twice")
     check(config)
-    print_unused(given(sys.argv))
+    print_unused(given(LadderConfig))
     if config.gpus is not None and config.gpus < 1:
         raise UserError(f"--gpus {config.gpus}: it must be at least 1")
     if config.gpus is None:

@@ -12,7 +12,6 @@ import common.interrupt  # first: Ctrl-C during the other imports
 
 import contextlib
 import math
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -21,13 +20,13 @@ import torch
 
 from checkpoints import load, resume
 from checkpoints.checkpointer import Checkpointer
-from common.cli import given, parse, run
+from common.cli import flags_with, given, parse, run
 from common.device import be_deterministic
 from common.dtensors import fill
 from common.errors import out_of_memory
 from common.peer_flags import HINTS
 from common.signals import Stopped, StopSignal
-from config import Config, defaults, flags_that_matter, refuse_unavailable_flags, resolve
+from config import Config, defaults, refuse_unavailable_flags, resolve
 from data import demo
 from data.loader import Loader, open_streams
 from evaluation import bits_per_byte, validation_loss
@@ -51,14 +50,15 @@ from watch.run_log import RunLog
 
 
 def main():
-    config = parse(Config, default=defaults(sys.argv), hints=HINTS)
+    typed = given(Config, HINTS)  # the flags on the command line
+    config = parse(Config, default=defaults(typed))
     if config.ladder:
         from ladder import climb  # measures: no run imports it
 
         return climb(config)
     distributed = process_group.start(config.device, config.tensor, config.context, config.pipeline)
     with out_of_memory(less_memory()):
-        train(config, distributed, given(sys.argv))
+        train(config, distributed, typed)
     process_group.stop()
 
 
@@ -184,15 +184,15 @@ def train_step(trainer, step, next_batch, stop_signal=None):
 # Training
 
 
-def train(flags, distributed, given_flags):
-    """Train as a Config says. given_flags: those of the command line; one that is unavailable here is an error."""
+def train(flags, distributed, typed):
+    """Train as a Config says. typed: the flags on the command line; one that is unavailable here is an error."""
     if flags.deterministic:
         be_deterministic()
     fsdp.check_machines(flags, distributed)
     start = resume.find_start(flags, distributed)
     config, notes = resolve(flags, distributed, free_memory(distributed), start.sizes, start.resumed, start.step)
-    refuse_unavailable_flags(given_flags, notes)
-    notes += resume.changed_flags(start, config, distributed.world_size, flags_that_matter())
+    refuse_unavailable_flags(typed, notes)
+    notes += resume.changed_flags(start, config, distributed.world_size, flags_with(Config, report=True))
     if config.demo:
         distributed.on_main(lambda: demo.make_data(config.data_dir))
     train_stream, val_stream, data = open_streams(config)

@@ -1,16 +1,20 @@
 """The command line: flags from a dataclass, and one-line messages for errors that a person can fix."""
 
+import contextlib
 import dataclasses
 import difflib
 import errno
 import gc
+import io
+import itertools
+import math
+import operator
 import os
 import shlex
 import shutil
 import signal
 import sys
 import time
-import types
 import typing
 from pathlib import Path
 
@@ -52,174 +56,128 @@ class Console:
 
 
 SWITCH_VALUES = {"on": True, "true": True, "1": True, "off": False, "false": False, "0": False}
+HELP = {"--help", "-h"}
 
 
-def given(arguments):
-    """The flags on a command line: {name: text, True for --NAME, False for --no_NAME}; "-" counts as "_" in a name.
-
-    A switch that is spelled --NAME off has the text "off": spell_switches() makes it --no_NAME.
-    """
-    flags = {}
-    for argument, following in zip(arguments, [*arguments[1:], "--"]):
-        if argument.startswith("--"):
-            name, equals, text = argument[2:].partition("=")
-            name = name.replace("-", "_")
-            on = not name.startswith("no_")
-            flags[name.removeprefix("no_")] = text if equals else on if following.startswith("--") else following
-    return flags
+def flag(default, **facts):
+    """A field of a dataclass of flags, with facts about it; check_bounds() reads at_least, at_most, above and below."""
+    return dataclasses.field(default=default, metadata=facts)
 
 
-def spell_switches(flags_type, arguments):
-    """The command line, as a list, with each boolean flag of flags_type, a dataclass, as --NAME or --no_NAME.
+def flags_with(flags_type, **facts):
+    """The names of the flags with any of these facts."""
+    return {f.name for f in dataclasses.fields(flags_type) if facts.items() & f.metadata.items()}
 
-    --NAME=off, --NAME False, --NAME 0 and --no-NAME are other spellings of --no_NAME.
-    Raises UserError for another value after "=".
-    """
-    flags = typing.get_type_hints(flags_type)
-    spelled, rest = [], list(arguments)
-    while rest:
-        argument = rest.pop(0)
-        if argument == "--":
-            return [*spelled, argument, *rest]
-        name, equals, value = argument[2:].partition("=")
-        name = name.replace("-", "_")
-        switch = name if name in flags else name.removeprefix("no_")
-        if argument.startswith("--") and flags.get(switch) is bool:
-            if not equals:
-                value = rest.pop(0) if rest and rest[0].lower() in SWITCH_VALUES else "on"
-            on = read_value(name, bool, value) == (name == switch)
-            argument = f"--{switch}" if on else f"--no_{switch}"
-        spelled.append(argument)
-    return spelled
+
+def check_bounds(flags):
+    """Raises UserError for a number that is not finite, or outside the bounds of its field."""
+    bounds = {"at_least": operator.ge, "at_most": operator.le, "above": operator.gt, "below": operator.lt}
+    for field in dataclasses.fields(flags):
+        value = getattr(flags, field.name)
+        if isinstance(value, float) and not math.isfinite(value):
+            raise UserError(f"--{field.name} {value}: it must be finite")
+        for fact, holds in bounds.items():
+            if fact in field.metadata and value is not None and not holds(value, field.metadata[fact]):
+                raise UserError(f"--{field.name} {value}: it must be {fact.replace('_', ' ')} {field.metadata[fact]}")
 
 
 def parse(flags_type, default=None, hints=None):
-    """Read the command line into a dataclass: each field is a flag, --no_NAME or --NAME=off turns a boolean one off.
+    """Read the command line into a dataclass: each field is a flag, --no_NAME turns a boolean one off.
 
-    default: an instance; by default the dataclass's own defaults. hints: {name: what to use instead} for flags that
-    do not exist but that people may try. A dataclass with a GROUPS attribute, a tuple of its base dataclasses, gets one
-    section of --help for each.
+    default: an instance; by default the dataclass's own defaults. hints: as of given(). A dataclass with a GROUPS
+    attribute, a tuple of its base dataclasses, gets one section of --help for each.
     Raises UserError for a flag that does not exist or a value that does not fit its flag.
     """
-    import tyro
-
-    arguments = sys.argv[1:]
-    if not {"--help", "-h"} & set(arguments):
-        arguments = spell_switches(flags_type, arguments)
-        check_arguments(flags_type, arguments, hints or {})
-    groups = getattr(flags_type, "GROUPS", None)
-    try:
-        if groups is None:
-            return tyro.cli(flags_type, args=arguments, default=default, use_underscores=True)
-        default = vars(default or flags_type())
-        sections = {group: group(**{f.name: default[f.name] for f in dataclasses.fields(group)}) for group in groups}
-        title = lambda group: tyro.conf.arg(name=group.TITLE)  # noqa: E731
-        nested = dataclasses.make_dataclass(
-            "Flags",
-            [(g.__name__, typing.Annotated[tyro.conf.OmitArgPrefixes[g], title(g)]) for g in groups],
-        )
-        nested.__doc__ = flags_type.__doc__
-        parsed = tyro.cli(nested, args=arguments, default=nested(*sections.values()), use_underscores=True)
-    except SystemExit as stop:
-        sys.exit(stop.code and 1)  # tyro has printed --help, or an error
-    return flags_type(**{name: value for group in vars(parsed).values() for name, value in vars(group).items()})
+    if HELP & set(sys.argv):
+        show_help(flags_type, default)
+    flags = given(flags_type, hints)
+    for field in dataclasses.fields(flags_type):
+        if field.default is field.default_factory is dataclasses.MISSING and not flags.get(field.name):
+            raise UserError(f"{field.name.upper()} is missing; see --help")
+    return flags_type(**(vars(default) if default else {}) | flags)
 
 
-def check_arguments(flags_type, arguments, hints):
-    """Raises UserError for a flag that is not a field of flags_type, a dataclass, or a value of the wrong type.
+def given(flags_type, hints=None, arguments=None):
+    """The flags on the command line, {name: value}; "-" counts as "_" in a name. flags_type: a dataclass.
 
-    arguments: a command line that spell_switches() returned.
+    arguments: another command line, as a list. hints: {name: what to use instead} for flags that do not exist but that
+    people may try. Raises UserError as parse().
     """
-    import tyro
+    import tyro  # slow to import
 
-    flags = typing.get_type_hints(flags_type)
+    kinds = typing.get_type_hints(flags_type)
     marked = typing.get_type_hints(flags_type, include_extras=True)
-    names = [name for name, kind in marked.items() if tyro.conf.Positional in getattr(kind, "__metadata__", ())]
-    required = [f.name for f in dataclasses.fields(flags_type) if f.name in names and f.default is dataclasses.MISSING]
-    several = any(typing.get_origin(flags[name]) is tuple for name in names)
-    positional, rest = [], list(arguments)
-    while rest:
-        argument = rest.pop(0)
-        if argument == "--":
-            positional += rest
-            break
-        if not argument.startswith("--") or " " in argument:
-            positional.append(argument)
-            continue
-        name, equals, value = argument[2:].partition("=")
-        name = name.replace("-", "_")
-        if flags.get(name) is bool or flags.get(name.removeprefix("no_")) is bool:
-            continue
-        if name not in flags:
-            raise UserError(unknown(argument, flags, hints))
-        if typing.get_origin(flags[name]) is tuple:
-            while rest and not rest[0].startswith("--"):
-                rest.pop(0)
-        else:
-            if not equals:
-                if not rest or (rest[0].startswith("--") and " " not in rest[0]):
-                    raise UserError(f"--{name} needs a value; see --help")
-                value = rest.pop(0)
-            read_value(name, flags[name], value)
-    if len(positional) > len(names) and not several:
-        raise UserError(unknown(positional[len(names)], flags, hints))
-    if len(positional) < len(required):
-        raise UserError(f"{required[len(positional)].upper()} is missing; see --help")
+    arguments = sys.argv[1:] if arguments is None else arguments
+    arguments = [spell_switch(argument, kinds) for argument in arguments if argument not in HELP]
+    try:
+        with contextlib.redirect_stderr(io.StringIO()) as printed:
+            flags, rest = tyro.cli(
+                typing.TypedDict("Flags", marked, total=False),  # has only the flags that are given
+                args=arguments,
+                use_underscores=True,
+                add_help=False,
+                return_unknown_args=True,
+            )
+    except SystemExit as stop:
+        if not stop.code:
+            raise
+        raise UserError(message_in_box(printed.getvalue())) from None
+    if rest:
+        raise UserError(unknown(rest[0], kinds, hints or {}))
+    return flags
+
+
+def spell_switch(argument, kinds):
+    """--compile=False, as sweeps of wandb spell it, as --no_compile. kinds: {flag: type}."""
+    name, equals, value = argument.removeprefix("--").partition("=")
+    name = name.replace("-", "_")
+    if not (argument.startswith("--") and equals and kinds.get(name) is bool):
+        return argument
+    if value.lower() not in SWITCH_VALUES:
+        raise UserError(f"{argument}: it must be on or off")
+    return f"--{name}" if SWITCH_VALUES[value.lower()] else f"--no_{name}"
+
+
+def message_in_box(text):
+    """The message in a box that tyro printed: the lines between its title and the first rule or empty line."""
+    lines = [line.strip(" │|╭╮╰╯+─") for line in text.splitlines()]
+    message = " ".join(itertools.takewhile(lambda line: line.strip("-"), lines[1:]))
+    return f"{message.removeprefix('Error parsing ').rstrip('.')}; see --help"
 
 
 def unknown(argument, flags, hints):
-    """The error for an argument that is neither a flag nor a flag's value. flags: {name: type}; hints: of parse()."""
-    flag, equals, _ = argument.partition("=")
-    name = flag.lstrip("-").replace("-", "_").rpartition(".")[2]  # torchtitan has --SECTION.NAME, nanoGPT NAME=VALUE
+    """The error for an argument that is neither a flag nor a flag's value. flags: {name: type}; hints: of given()."""
+    spelled, equals, _ = argument.partition("=")
+    name = spelled.lstrip("-").replace("-", "_")
     hint = hints.get(name) or hints.get(name.removeprefix("no_"))
-    meant_as_flag = equals or argument.startswith("-")
-    if hint and meant_as_flag:
-        return f"{flag}: {hint}"
+    if hint and (equals or argument.startswith("-")):  # nanoGPT has --NAME=VALUE
+        return f"{spelled}: {hint}"
     if argument.startswith("--"):
         near = difflib.get_close_matches(name, flags, n=1)
-        return f"{flag}: there is no such flag{f', did you mean --{near[0]}?' if near else ''}; see --help"
-    if name in flags and meant_as_flag:
+        return f"{spelled}: there is no such flag{f', did you mean --{near[0]}?' if near else ''}; see --help"
+    if name in flags and (equals or argument.startswith("-")):
         return f"{argument}: a flag starts with two dashes: --{argument.lstrip('-')}"
     if "config" in flags and argument.endswith((".py", ".json", ".toml", ".yaml", ".yml")):
         return f"{argument}: flags come from the command line, or from a file: --config FILE.yaml"
     if "input" in flags and Path(argument).exists():
         return f"{argument}: use --input {argument}"
+    if argument.lower() in SWITCH_VALUES:
+        return f"{argument!r}: a switch has no value, --NAME turns it on and --no_NAME off"
     return f"{argument!r} is neither a flag nor its value; see --help"
 
 
-def read_value(name, kind, text):
-    """A flag's value from text; kind: bool, int, float, str, a Literal, or one of these with "| None".
+def show_help(flags_type, default):
+    """Print --help, and end the process."""
+    import tyro
 
-    Raises UserError for a value that does not fit. Other kinds are left to tyro, and returned as text.
-    """
-    if typing.get_origin(kind) in (types.UnionType, typing.Union):  # Literal | None is the latter
-        kind = next(each for each in kind.__args__ if each is not type(None))
-        if text == "None":
-            return None
-    if typing.get_origin(kind) is typing.Literal:
-        if text not in kind.__args__:
-            raise UserError(f"--{name} {text}: it must be one of {', '.join(kind.__args__)}")
-        return text
-    if kind is bool:
-        kind = lambda word: SWITCH_VALUES[word.lower()]  # noqa: E731
-    if typing.get_origin(kind) or not callable(kind):
-        return text
-    try:
-        return kind(text)
-    except (ValueError, KeyError) as error:
-        expected = {int: "a whole number", float: "a number"}.get(kind, "on or off")
-        raise UserError(f"--{name} {text}: it must be {expected}") from error
-
-
-def arguments(values, defaults):
-    """The command line, as a list, of the flags whose value differs from its default. Both arguments: {flag: value}."""
-    result = []
-    for name, default in defaults.items():
-        value = values[name]
-        if value == default or value is None:
-            continue
-        result += [f"--{name}" if value else f"--no_{name}"] if isinstance(default, bool) else [f"--{name}", str(value)]
-    return result
+    if groups := getattr(flags_type, "GROUPS", ()):
+        values = vars(default or flags_type())
+        sections = [group(**{f.name: values[f.name] for f in dataclasses.fields(group)}) for group in groups]
+        title = lambda group: tyro.conf.arg(name=group.TITLE)  # noqa: E731
+        marked = [(g.__name__, typing.Annotated[tyro.conf.OmitArgPrefixes[g], title(g)]) for g in groups]
+        nested = dataclasses.make_dataclass("Flags", marked)
+        nested.__doc__, flags_type, default = flags_type.__doc__, nested, nested(*sections)
+    tyro.cli(flags_type, args=["--help"], default=default, use_underscores=True)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

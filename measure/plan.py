@@ -3,9 +3,9 @@
 import shlex
 from dataclasses import dataclass, replace
 
-from common.bounds import check_bounds
+from common.cli import check_bounds
 from common.errors import UserError
-from config import flags, set_sizes
+from config import command_line, set_sizes
 from measure import planner
 from measure.step_time import Cluster, flops_per_token
 from measure.tables import align
@@ -53,7 +53,7 @@ def plan(config, given):
     sized = replace(config)
     set_sizes(sized, pretrained=None, resumed=None)
     best = print_layouts(sized, given)
-    print(command(cluster_of(config), flags(replace(config, **best))))
+    print(command(cluster_of(config), command_line(replace(config, **best))))
 
 
 def print_layouts(config, given):

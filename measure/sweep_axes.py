@@ -1,21 +1,12 @@
 """Flags and their values in the arguments of ladder.py: the axes of --sweep, and the rungs of --recipes."""
 
-import typing
+import dataclasses
 
-from common.cli import read_value
+from common.cli import flags_with, given
 from common.errors import UserError
 from config import INTERVALS
 
 OFF = dict.fromkeys((*INTERVALS, "batch_warmup_steps"), 0)  # in a measurement
-# Flags that a measurement sets itself, or that have no effect in it
-NOT_SWEPT = {
-    *OFF,
-    *"""
-    demo ladder config resume rungs ladder_steps max_steps log_dir run_name
-    wandb wandb_group wandb_project peak_tflops val_tokens hellaswag_data hellaswag_limit
-    profile memory_snapshot keep_checkpoints allow_other_data
-""".split(),
-}
 
 
 def read_axis(text, config_class):
@@ -23,9 +14,9 @@ def read_axis(text, config_class):
 
     config_class: Config.
     """
-    types = typing.get_type_hints(config_class) | {"gpus": int}
+    axes = dataclasses.make_dataclass("Axes", [("gpus", int, 1)], bases=(config_class,))
     form = "a flag of train_gpt2.py, or gpus, and values, as gpus=1,2"
-    name, values = read_values(text, f"--sweep {text}", types, NOT_SWEPT, form)
+    name, values = read_values(text, f"--sweep {text}", axes, flags_with(axes, sweep=False), form)
     if name == "gpus" and min(values) < 1:
         raise UserError(f"--sweep {text}: gpus must be at least 1")
     if len(set(values)) < len(values):
@@ -35,26 +26,26 @@ def read_axis(text, config_class):
 
 def read_recipe(text, config_class):
     """ "optimizer=muon lr=1e-3" as {"optimizer": "muon", "lr": 0.001}. Raises UserError as read_axis does."""
-    where, types = f"--recipes {text!r}", typing.get_type_hints(config_class)
+    where = f"--recipes {text!r}"
     form = 'flags of train_gpt2.py with one value each, as "lr=1e-3 fp8=on"'
-    excluded = NOT_SWEPT | {"seed", "tensor", "context", "pipeline", "stages_per_rank", "shard_ranks"}
-    axes = [read_values(part, where, types, excluded, form) for part in text.split()]
+    excluded = flags_with(config_class, sweep=False) | flags_with(config_class, sweep="axis")
+    axes = [read_values(part, where, config_class, excluded, form) for part in text.split()]
     recipe = {name: values[0] for name, values in axes}
     if not recipe or len(recipe) < sum(len(values) for _, values in axes):
         raise UserError(f"{where}: it takes {form}")
     return recipe
 
 
-def read_values(text, where, types, excluded, form):
-    """(name, values) from "name=value,value". types: {name: type}. excluded: names that are refused. Error messages
-    begin with `where`, the argument, and `form` says what the argument must be."""
+def read_values(text, where, flags_type, excluded, form):
+    """(name, values) from "name=value,value". excluded: flags of flags_type that are refused. Error messages begin with
+    `where`, the argument, and `form` says what the argument must be."""
     name, _, values = text.partition("=")
     if name in excluded:
         raise UserError(f"{where}: {name} is the same in all runs, or has no effect")
-    if name not in types or not values:
+    if name not in flags_type.__dataclass_fields__ or not values:
         raise UserError(f"{where}: it takes {form}")
     try:
-        return name, [read_value(name, types[name], value) for value in values.split(",")]
+        return name, [given(flags_type, arguments=[f"--{name}={value}"])[name] for value in values.split(",")]
     except UserError as error:
         raise UserError(f"{where}: {error}") from error
 
