@@ -3,12 +3,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import expect_error
 
+import train_gpt2
 from common import device as device_module
-from common.cli import parse
+from common.cli import given, parse
 from common.errors import UserError
-from config import GROUPS, Config, defaults, flags, resolve, set_sizes
+from config import GROUPS, Config, command_line, defaults, resolve, set_sizes
 from evaluation import SLOW_DEVICE_ITEMS, limit_hellaswag
 from model import GPTConfig
 from optim import recipes
@@ -111,7 +111,7 @@ def test_without_a_compiler_it_runs_uncompiled(monkeypatch):
         ("--seed -1", 1, dict(seed=-1)),
         ("--lr -1", 1, dict(lr=-1)),
         ("--peak_tflops 0", 1, dict(peak_tflops=0)),
-        ("--peak_tflops inf: it must be above 0 and finite", 1, dict(peak_tflops=float("inf"))),
+        ("--peak_tflops inf: it must be finite", 1, dict(peak_tflops=float("inf"))),
         ("--lr inf: it must be finite", 1, dict(lr=float("inf"))),
         ("--seed 9223372036854775808", 1, dict(seed=2**63)),
         ("--shard_ranks 3 does not divide 4 ranks", 4, dict(parallel="hsdp", shard_ranks=3)),
@@ -142,9 +142,9 @@ def test_what_has_no_effect_is_noted():
 def test_a_slow_device_evaluates_few_hellaswag_items():
     config, notes = resolved()
     assert config.hellaswag_limit == SLOW_DEVICE_ITEMS and "hellaswag_limit is" in notes
-    for given in (dict(hellaswag_limit=10042), dict(hellaswag_every=0)):
-        config, notes = resolved(**given)
-        assert config.hellaswag_limit == given.get("hellaswag_limit") and "hellaswag_limit" not in notes
+    for typed in (dict(hellaswag_limit=10042), dict(hellaswag_every=0)):
+        config, notes = resolved(**typed)
+        assert config.hellaswag_limit == typed.get("hellaswag_limit") and "hellaswag_limit" not in notes
     config, notes = Config(device="cuda"), []
     limit_hellaswag(config, notes)
     assert config.hellaswag_limit is None and not notes
@@ -172,13 +172,14 @@ def test_the_demo_is_small():
     assert config.micro_batch_size * config.seq_len <= 1024 and config.n_layer * config.n_embd <= 512
 
 
-def test_errors_on_the_command_line(command):
-    expect_error(command("train_gpt2.py", "--tf23"), "--tf23", "--tf32")
-    expect_error(command("train_gpt2.py", "--lr", "fast"), "--lr", "fast")
-    expect_error(command("train_gpt2.py", "--model", "gpt3"), "gpt3", "gpt2-xl")
-    expect_error(command("train_gpt2.py", "--device", "cpu"), "no train shards", "fineweb.py", "--demo")
-    if not torch.cuda.is_available():
-        expect_error(command("train_gpt2.py", "--device", "cuda"), "--device cuda", "--device cpu")
+def test_errors_on_the_command_line(command, monkeypatch):
+    for arguments, words in (
+        (["--device", "cpu"], "no train shards.*fineweb.py.*--demo"),
+        *([] if torch.cuda.is_available() else [(["--device", "cuda"], "--device cuda.*--device cpu")]),
+    ):
+        monkeypatch.setattr(sys, "argv", ["train_gpt2.py", *arguments])
+        with pytest.raises(UserError, match=words):
+            train_gpt2.main()
     done = command("train_gpt2.py", "--device", "cpu", ranks=2)  # under torchrun the line comes once
     assert done.returncode == 1 and done.stderr.count("no train shards") == 1
 
@@ -194,18 +195,19 @@ def test_errors_on_the_command_line(command):
     ],
 )
 def test_flags_parse_into_the_config_they_came_from(config, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["train_gpt2.py", *flags(replace(config, resume="log/A", config="a.yaml"))])
-    assert parse(Config, default=defaults(sys.argv)) == config
+    monkeypatch.setattr(sys, "argv", ["train_gpt2.py", *command_line(replace(config, resume="log/A", config="a.yaml"))])
+    assert parse(Config, default=defaults(given(Config))) == config
 
 
 def test_a_recipe_and_a_file_of_flags(tmp_path):
-    """The command line chooses the recipe; the file's own choices stay, and its recipe's values go with its recipe."""
+    """The command line chooses the recipe, and every value of the file counts, also one that is the usual default."""
     (tmp_path / "a.yaml").write_text("optimizer: muon\nlr: 5e-4\nwarmup_steps: 10\n")
-    muon, adamw = (defaults(["--config", str(tmp_path / "a.yaml"), "--optimizer", name]) for name in ("muon", "adamw"))
-    assert muon == Config(**dict(MUON, lr=5e-4))
-    assert adamw == Config(lr=5e-4)
-    (tmp_path / "b.yaml").write_text("max_steps: 5000\n")
-    assert defaults([f"--config={tmp_path}/b.yaml", "--demo"]) == replace(DEMO, max_steps=5000)
+    usual, adamw = (defaults(dict(config=str(tmp_path / "a.yaml")) | typed) for typed in ({}, dict(optimizer="adamw")))
+    assert usual == Config(**dict(MUON, lr=5e-4, warmup_steps=10))
+    assert replace(adamw, optimizer="adamw") == Config(lr=5e-4, warmup_steps=10)
+    (tmp_path / "b.yaml").write_text(f"max_steps: {Config.max_steps}\n")
+    assert defaults(dict(config=f"{tmp_path}/b.yaml", model="tiny")).max_steps == Config.max_steps
+    assert defaults(dict(config=f"{tmp_path}/b.yaml", demo=True)) == replace(DEMO, max_steps=Config.max_steps)
 
 
 def test_a_sharded_model_has_a_bf16_residual_stream(monkeypatch):
@@ -218,20 +220,3 @@ def test_a_sharded_model_has_a_bf16_residual_stream(monkeypatch):
     )
     config, notes = resolved(2, autocast="bf16", parallel="zero3", bf16_residual=False)
     assert config.bf16_residual and "bf16_residual is on: zero3 gathers the embeddings in bf16" in notes
-
-
-@pytest.mark.parametrize(
-    "script, arguments, words",
-    [
-        ("train_gpt2.py", ("--demo", "foo"), "'foo' is neither a flag nor its value"),
-        ("train_gpt2.py", ("--demo=maybe",), "--demo maybe: it must be on or off"),
-        ("train_gpt2.py", ("--demo", "--run_name"), "--run_name needs a value"),
-        ("train_gpt2.py", ("--run_name", "--demo"), "--run_name needs a value"),
-        ("sample.py", (), "MODEL is missing"),
-        ("sample.py", ("a", "b"), "'b' is neither a flag nor its value"),
-        ("export.py", ("a",), "OUT is missing"),
-        ("curves.py", (), "RUNS is missing"),
-    ],
-)
-def test_a_wrong_command_line_is_one_line(command, script, arguments, words):
-    expect_error(command(script, *arguments), words)

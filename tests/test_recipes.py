@@ -84,7 +84,7 @@ def test_bad_recipes_end_in_one_line(train):
         (("lr=1e-3 lr=2e-3",), "one value each"),
         (("seed=1",), "seed is the same in all runs"),
         (("tensor=2",), "tensor is the same in all runs"),
-        (("fp8=perhaps",), "--fp8 perhaps: it must be on or off"),
+        (("fp8=perhaps",), "--fp8=perhaps: it must be on or off"),
         (("fp8=on", "fp8=on"), "a rung twice"),
     ):
         with pytest.raises(UserError, match=complaint):

@@ -11,10 +11,11 @@ from conftest import ALONE, logged
 from safetensors.torch import load_file, save_file
 
 from checkpoints import load, resume, save
+from common.cli import flags_with
 from common.dtensors import fill, full_tensor
 from common.errors import UserError
 from common.files import digest
-from config import Config, flags_that_matter
+from config import Config
 from data.tokenizer import VOCAB_SIZE
 from model import GPT, GPTConfig
 from optim.optimizer import make_optimizer, named_state
@@ -116,9 +117,8 @@ def test_fp8_can_be_turned_off_and_on(group, checkpoint, layout):
 
 def test_the_plan_says_that_fp8_was_turned_off(checkpoint):
     start = resume.Start(checkpoint, TRAINING | dict(run=dict(fp8=True)), None, None)
-    assert [str(note) for note in resume.changed_flags(start, Config(fp8=False), 1, flags_that_matter())] == [
-        "fp8 is off: the checkpoint was made with on"
-    ]
+    notes = resume.changed_flags(start, Config(fp8=False), 1, flags_with(Config, report=True))
+    assert [str(note) for note in notes] == ["fp8 is off: the checkpoint was made with on"]
 
 
 def assert_untouched(model, optimizer):

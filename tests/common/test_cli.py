@@ -5,72 +5,85 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from conftest import expect_error
 
 import bench
+import export
+import hellaswag
 import ladder
+import sample
+import train_gpt2
 from common import cli
-from common.cli import ROOT, check_arguments, parse, python_command, spell_switches
+from common.cli import ROOT, given, parse, python_command
 from common.errors import Note, UserError
 from common.peer_flags import HINTS
 from config import Config, defaults
 from optim import recipes
+from watch import curves
 
 DEMO = Config(**recipes.DEMO)
 
 
 def complaint(*arguments, flags_type=Config):
     with pytest.raises(UserError) as error:
-        check_arguments(flags_type, arguments, HINTS)
+        given(flags_type, HINTS, arguments)
     assert "\n" not in str(error.value)
     return str(error.value)
 
 
 @pytest.mark.parametrize(
-    "spelling, plain",
+    "spelling, flags",
     [
-        ("--flash=True", "--flash"),
-        ("--flash on", "--flash"),
-        ("--flash=off", "--no_flash"),
-        ("--flash False --lr 0", "--no_flash --lr 0"),
-        ("--compile 0 --fused-adamw=1", "--no_compile --fused_adamw"),
-        ("--no-flash", "--no_flash"),
-        ("--no_flash=False", "--flash"),
-        ("--flash --lr 1", "--flash --lr 1"),
-        ("--autocast=off --max_steps 1 off", "--autocast=off --max_steps 1 off"),
-        ("--flash -- --compile=0", "--flash -- --compile=0"),
+        (["--flash=True", "--compile=0", "--no-fused-adamw"], dict(flash=True, compile=False, fused_adamw=False)),
+        (["--autocast=off", "--flash"], dict(autocast="off", flash=True)),
+        (["--max-steps", "3", "--lr=6e-4", "--n_layer=2"], dict(max_steps=3, lr=6e-4, n_layer=2)),
+        (["--data_dir=my data", "--run-name", "a b"], dict(data_dir="my data", run_name="a b")),
+        (["--weight_decay", "-0.5", "--hellaswag_data=None"], dict(weight_decay=-0.5, hellaswag_data=None)),
     ],
 )
-def test_spellings_of_switches(spelling, plain):
-    assert spell_switches(Config, spelling.split()) == plain.split()
+def test_spellings(spelling, flags):
+    assert given(Config, arguments=spelling) == flags
 
 
-def test_switches_parse_in_every_spelling(monkeypatch):
-    monkeypatch.setattr(sys, "argv", "train_gpt2.py --demo=True --flash False --compile=0 --shuffle=on".split())
-    assert parse(Config, default=defaults(sys.argv)) == replace(DEMO, flash=False)
-    with pytest.raises(UserError, match="--flash maybe: it must be on or off"):
-        spell_switches(Config, ["--flash=maybe"])
+def test_a_value_that_begins_with_dashes():
+    prompt, model = "--no way", "log/A"
+    assert given(sample.Flags, arguments=[f"--prompt={prompt}", model]) == dict(prompt=prompt, model=model)
 
 
-@pytest.mark.parametrize("script", ["train_gpt2.py", "ladder.py", "bench.py"])
-def test_every_training_command_knows_the_names_of_peers(command, script):
-    expect_error(command(script, "--flash=off", "--learning-rate=1e-3"), "--learning-rate: use --lr")
-    expect_error(command(script, "--dtype", "float16"), "--dtype: use --autocast bf16, fp16 or off")
+def test_the_command_line_goes_before_the_defaults(monkeypatch):
+    monkeypatch.setattr(sys, "argv", "train_gpt2.py --demo=True --no_flash --compile=0 --shuffle=on".split())
+    assert parse(Config, default=defaults(given(Config))) == replace(DEMO, flash=False)
+
+
+@pytest.mark.parametrize("module", [train_gpt2, ladder, bench])
+def test_every_training_command_knows_the_names_of_peers(monkeypatch, module):
+    for arguments, words in (
+        (["--no_flash", "--learning-rate=1e-3"], "--learning-rate: use --lr"),
+        (["--dtype", "float16"], "--dtype: use --autocast bf16, fp16 or off"),
+    ):
+        monkeypatch.setattr(sys, "argv", ["script", *arguments])
+        with pytest.raises(UserError, match=words):
+            module.main()
 
 
 @pytest.mark.parametrize(
     "arguments, words",
     [
-        ("--no-fused-loss", "--no-fused-loss: it is called --fused_cross_entropy"),
-        ("--per_device_train_batch_size 8", "use --micro_batch_size"),
-        ("--training.local_batch_size=8", "--training.local_batch_size: use --micro_batch_size"),
-        ("--optimizer.lr 1e-3", "did you mean --lr?"),
+        ("--no-decay-lr", "--no-decay-lr: use --lr_schedule constant"),
+        ("--block_size 8", "--block_size: use --seq_len"),
         ("--tf23", "--tf23: there is no such flag, did you mean --tf32?"),
         ("batch_size=8", "batch_size: use --micro_batch_size"),
         ("compile=False", "compile=False: a flag starts with two dashes: --compile=False"),
         ("-lr 1e-3", "-lr: a flag starts with two dashes: --lr"),
         ("config/train_gpt2.py --lr 1", "config/train_gpt2.py: flags come from the command line, or from a file"),
         ("--demo run", "'run' is neither a flag nor its value"),
+        ("--demo False", "'False': a switch has no value, --NAME turns it on and --no_NAME off"),
+        ("--demo=maybe", "--demo=maybe: it must be on or off"),
+        ("--no_demo=False", "'False': a switch has no value"),
+        ("--run_name", "Missing value for argument '--run_name'"),
+        ("--run_name --demo", "Missing value for argument '--run_name'"),
+        ("--lr fast", "--lr: could not convert string to float: 'fast'"),
+        ("--n_layer 1.5", "--n_layer: no type matching {None}|INT could be instantiated from ['1.5']"),
+        ("--model gpt3", "invalid choice 'gpt3' for argument '--model'. Expected one of ('gpt2', "),
     ],
 )
 def test_what_is_not_a_flag(arguments, words):
@@ -80,26 +93,43 @@ def test_what_is_not_a_flag(arguments, words):
 def test_hints_are_about_other_flags_and_name_flags_that_exist():
     flags = set(vars(Config()))
     assert not set(HINTS) & flags
-    named = set(re.findall(r"--(\w+)", " ".join(HINTS.values())))
-    assert named - flags == {"standalone", "nproc_per_node"}  # torchrun's
+    assert set(re.findall(r"--(\w+)", " ".join(HINTS.values()))) < flags
+
+
+def help_of(flags_type, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["script", "--help"])
+    with pytest.raises(SystemExit) as ended:
+        parse(flags_type)
+    assert not ended.value.code
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize("flags_type", [ladder.LadderConfig, bench.BenchConfig])
+def test_help_shows_a_commands_own_flags_first(flags_type, monkeypatch, capsys):
+    text = help_of(flags_type, monkeypatch, capsys)
+    titles = [text.index(f" {group.TITLE} options ") for group in flags_type.GROUPS]
+    assert titles == sorted(titles)
 
 
 @pytest.mark.parametrize(
-    "script, groups", [("ladder.py", ladder.LadderConfig.GROUPS), ("bench.py", bench.BenchConfig.GROUPS)]
+    "flags_type, positional",
+    [
+        (sample.Flags, ["MODEL"]),
+        (hellaswag.Flags, ["MODEL"]),
+        (export.Flags, ["MODEL", "OUT"]),
+        (curves.Flags, ["RUNS"]),
+    ],
 )
-def test_help_shows_a_commands_own_flags_first(command, script, groups):
-    done = command(script, "--help")
-    titles = [done.stdout.index(f"─ {group.TITLE} options ─") for group in groups]
-    assert done.returncode == 0 and titles == sorted(titles)
-
-
-@pytest.mark.parametrize(
-    "script, usage",
-    [("sample.py", "MODEL"), ("hellaswag.py", "MODEL"), ("export.py", "MODEL OUT"), ("curves.py", "RUNS")],
-)
-def test_help_names_positional_arguments(command, script, usage):
-    done = command(script, "--help")
-    assert done.returncode == 0 and usage in done.stdout
+def test_positional_arguments(flags_type, positional, monkeypatch, capsys):
+    assert " ".join(positional) in help_of(flags_type, monkeypatch, capsys)
+    for count, name in enumerate(positional):
+        monkeypatch.setattr(sys, "argv", ["script", *"ab"[:count]])
+        with pytest.raises(UserError, match=f"{name} is missing"):
+            parse(flags_type)
+    if flags_type is not curves.Flags:
+        assert "'c' is neither a flag nor its value" in complaint(
+            *"abc"[3 - len(positional) - 1 :], flags_type=flags_type
+        )
 
 
 def test_a_command_runs_where_it_is_printed(tmp_path, monkeypatch):

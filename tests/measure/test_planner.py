@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import ladder
-from common.cli import parse
+from common.cli import given, parse
 from common.errors import UserError
 from config import Config, defaults, set_sizes
 from data.tokenizer import VOCAB_SIZE
@@ -329,7 +329,7 @@ def test_the_command_is_one_that_a_run_takes(monkeypatch, capsys):
     launcher, _, arguments = lines[-1].partition("train_gpt2.py")
     assert launcher.startswith("torchrun --nnodes=2 --nproc_per_node=8 ")
     monkeypatch.setattr(sys, "argv", ["train_gpt2.py", *shlex.split(arguments)])
-    config = parse(Config, default=defaults(sys.argv))
+    config = parse(Config, default=defaults(given(Config)))
     assert (config.model, config.parallel, config.lr, config.micro_batch_size) == ("gpt2-xl", "hsdp", 1e-4, 16)
 
 
@@ -340,8 +340,8 @@ def test_a_layout_that_is_given_is_planned(monkeypatch, capsys, tmp_path, gpus, 
     """Also where one rank is left to shard over: a run takes it; and in a file of flags."""
     words = layout.replace("--", "").split()
     (tmp_path / "flags.yaml").write_text("".join(f"{n}: {value}\n" for n, value in zip(words[::2], words[1::2])))
-    for given in (layout.split(), ["--config", str(tmp_path / "flags.yaml")]):
-        monkeypatch.setattr(sys, "argv", ["ladder.py", "--plan", "--gpus", str(gpus), *given])
+    for typed in (layout.split(), ["--config", str(tmp_path / "flags.yaml")]):
+        monkeypatch.setattr(sys, "argv", ["ladder.py", "--plan", "--gpus", str(gpus), *typed])
         ladder.main()
         assert capsys.readouterr().out.splitlines()[-1].endswith(layout)
 
