@@ -98,7 +98,7 @@ class EndingBatch(NamedTuple):
 
 
 def make_batches(pairs, seq_len, tokens, widths):
-    """Batches of at most `tokens` inputs in a few shapes: (list of EndingBatch, tokens in each ending as (pairs,) int64).
+    """Batches of at most `tokens` inputs in a few shapes: (EndingBatches, tokens in each ending as (pairs,) int64).
 
     pairs: token lists (context, ending). A row of more than seq_len tokens loses the start of its context.
     widths: the number of different widths; rows of similar length share a batch.

@@ -12,8 +12,7 @@ from safetensors.torch import load_file
 
 from checkpoints import formats, pieces
 from checkpoints.hugging_face import WEIGHTS, fill_weights, read_config, stored_layout
-from checkpoints.run_folder import checkpoints_of, facts_of
-from checkpoints.save import STATE, TRAINING
+from checkpoints.run_folder import STATE, TRAINING, checkpoints_of, facts_of
 from common.dtensors import fill
 from common.errors import UserError, first_line, is_out_of_memory
 from common.files import digest, json_digest, read_json

@@ -4,8 +4,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from checkpoints import load, pieces
-from checkpoints.run_folder import facts_of, folder_of, lock, named_run, run_of, run_of_this_launch
-from checkpoints.save import TRAINING, modules_with_scales, set_random_state
+from checkpoints.run_folder import TRAINING, facts_of, folder_of, lock, named_run, run_of, run_of_this_launch
+from checkpoints.save import modules_with_scales, set_random_state
 from common.cli import from_here
 from common.errors import Note, UserError, word
 from data.shards import MANIFEST, first_difference

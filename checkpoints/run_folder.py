@@ -10,6 +10,7 @@ from common import files
 from common.errors import UserError
 
 LOCK, FLAGS = "lock", "flags.yaml"
+STATE, TRAINING = "optimizer.safetensors", "training.json"  # of a checkpoint, beside its weights
 
 
 def folder_of(log_dir, run_name):

@@ -15,12 +15,12 @@ from safetensors.torch import save_file
 
 from checkpoints import hugging_face, pieces
 from checkpoints.hugging_face import WEIGHTS, host_weights, stored_layout, to_host
+from checkpoints.run_folder import STATE, TRAINING
 from common.files import digest, flush_to_disk, json_digest
 from data.tokenizer import save_tokenizer
 from optim.optimizer import named_state
 from parallel.tensor import in_gpt2_order
 
-STATE, TRAINING = "optimizer.safetensors", "training.json"
 README = """The weights are in pieces, shard-*.safetensors, which the commands of this project read.
 `transformers` needs one file: python export.py {folder} my-gpt2
 """
