@@ -41,9 +41,7 @@ def watch(folder, distributed):
         yield
         return
     done = threading.Event()
-    store = dist.distributed_c10d._get_default_store()
-    arguments = (Path(folder) / "hang", distributed.rank, distributed.world_size, store, done)
-    thread = threading.Thread(target=watch_collectives, args=arguments, daemon=True)
+    thread = threading.Thread(target=watch_collectives, args=(Path(folder) / "hang", distributed, done), daemon=True)
     thread.start()
     try:
         yield
@@ -52,8 +50,9 @@ def watch(folder, distributed):
         thread.join(2 * ANSWER)  # the group is destroyed next
 
 
-def watch_collectives(folder, rank, world_size, store, done):
+def watch_collectives(folder, distributed, done):
     """Report a hang if no default-group collective starts for LIMIT seconds, or another rank alerts."""
+    store = dist.distributed_c10d._get_default_store()
     number, since, reports = None, time.monotonic(), 0
     while not done.wait(min(10, LIMIT / 20)):
         begun = dist.group.WORLD._get_sequence_number_for_group()
@@ -64,19 +63,20 @@ def watch_collectives(folder, rank, world_size, store, done):
             if time.monotonic() - since > LIMIT:
                 store.compare_set(alert, "", unused_name(folder).name)  # the first alert names the folder
             if store.check([alert]):
-                report(folder.with_name(store.get(alert).decode()), rank, world_size, store, alert)
+                report(folder.with_name(store.get(alert).decode()), distributed, store, alert)
                 since, reports = math.inf, reports + 1  # the next report is of another collective
         except dist.DistError:
             return  # the store's host has ended, and with it the job
 
 
-def report(folder, rank, world_size, store, alert):
+def report(folder, distributed, store, alert):
     """Write this rank's stacks and flight recorder. The lowest rank that answers prints what the ranks' answers say.
 
     alert: the alert's key in the store, and the prefix of the answers' keys.
     """
-    trace = dump_flight_recorder()
-    answer = dict(groups=last_collectives(pickle.loads(trace)["entries"]), where=where())
+    rank, bindings = distributed.rank, torch._C._distributed_c10d
+    # NCCL has a flight recorder of its own, which fr_trace of torch.distributed reads
+    trace = bindings._dump_nccl_trace() if dist.get_backend() == "nccl" else bindings._dump_fr_trace()
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with open(folder / f"stacks_rank_{rank}.txt", "w") as file:
@@ -84,22 +84,18 @@ def report(folder, rank, world_size, store, alert):
         (folder / f"flight_recorder_rank_{rank}").write_bytes(trace)
     except OSError as error:
         print_over_bar(f"rank {rank}: cannot write {folder} ({error.strerror})")
+    answer = dict(groups=last_collectives(pickle.loads(trace)["entries"]), where=where())
     store.set(f"{alert} {rank}", json.dumps(answer))
-    keys = {other: f"{alert} {other}" for other in range(world_size)}
+    keys = {other: f"{alert} {other}" for other in range(distributed.world_size)}
     until = time.monotonic() + ANSWER
     while time.monotonic() < until and not store.check(list(keys.values())):
         time.sleep(0.1)
     answers = {other: json.loads(store.get(key)) for other, key in keys.items() if store.check([key])}
     if rank == min(answers):
         print_over_bar(
-            f"no collective for {LIMIT} s: {explain(answers, world_size)}; stacks and flight recorder: {folder}/"
+            f"no collective for {LIMIT} s: {explain(answers, distributed.world_size)}; "
+            f"stacks and flight recorder: {folder}/"
         )
-
-
-def dump_flight_recorder():
-    """This rank's flight recorder, pickled. NCCL has its own, which fr_trace of torch.distributed reads."""
-    bindings = torch._C._distributed_c10d
-    return bindings._dump_nccl_trace() if dist.get_backend() == "nccl" else bindings._dump_fr_trace()
 
 
 def last_collectives(entries):

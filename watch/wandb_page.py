@@ -1,6 +1,5 @@
 """The run's page on wandb. wandb never asks a question, and an error of wandb never stops training."""
 
-import contextlib
 import os
 
 from common.cli import python_command
@@ -103,13 +102,6 @@ class WandbPage:
     def lose(self, error, mode="run"):
         """Go on without the page after an error."""
         self.run = None
-        dead_process = (ConnectionResetError, BrokenPipeError)
-        if isinstance(error, dead_process):
-            import wandb
-
-            # wandb's service process is gone. Without teardown wandb prints the same error, in 30 lines, at exit
-            with contextlib.suppress(*dead_process):
-                wandb.teardown()
         reason = f"{type(error).__name__}: {first_line(error)}"
         print(f"wandb {mode} failed ({reason}); the run goes on without it, its folder has everything")
 
