@@ -124,8 +124,9 @@ class Recipe:
 
     TITLE = "recipe"
 
-    optimizer: Literal["adamw", "muon"] = flag("adamw", report=True)
-    """muon: Muon for the matrices of the blocks, AdamW for the rest; changes the defaults of --lr and the schedule."""
+    optimizer: Literal["adamw", "adamw_8bit", "muon"] = flag("adamw", report=True)
+    """adamw_8bit: moments of 2 bytes a parameter instead of 8; muon: Muon for the blocks' matrices, AdamW for the rest,
+    with other defaults for --lr and the schedule."""
     total_batch_size: int = flag(524288, at_least=1, report=True)
     """Tokens in a step, over all devices and accumulated micro-batches."""
     min_lr_ratio: float = flag(0.1, at_least=0, at_most=1, report=True)
@@ -144,8 +145,6 @@ class Recipe:
     """AdamW's decay rate of the second moment."""
     adamw_lr: float = flag(3.6e-3, at_least=0, report=True)
     """With --optimizer muon: AdamW's peak learning rate, for embeddings, biases and LayerNorms; --lr is Muon's."""
-    adamw_states: Literal["float32", "bf16", "int8"] = flag("float32", report=True)
-    """How AdamW stores its two moments: 8, 4 or 2 bytes for each parameter; int8 has a scale for each 256 numbers."""
     momentum: float = flag(0.95, at_least=0, below=1, report=True)
     """Muon's momentum."""
     grad_clip: float = flag(1.0, at_least=0, report=True)

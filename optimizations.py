@@ -14,6 +14,7 @@ import torch
 
 from common.errors import Note
 from kernels import needs, sdpa
+from optim.optimizer import fused_update
 
 # ----------------------------------------------------------------------------------------------------------------------
 # The rows, in the order of the ladder
@@ -68,12 +69,11 @@ OPTIMIZATIONS = (
         default=False,
     ),
     switch("pad_vocab", "the vocabulary padded to 50304 rows, a multiple of 128", in_model=True),
-    switch("fused_adamw", "the optimizer's update of all parameters in one kernel", needs=needs.fused_update),
+    switch("fused_adamw", "the optimizer's update of all parameters in one kernel", needs=fused_update),
     # without GPT-3's recipe: the defaults of torch.optim.AdamW at a constant learning rate of 3e-4, without clipping
     Optimization(
         "adamw",
-        # float32 moments: bf16 rounds a decay of 0.999 away
-        dict(beta2=0.999, weight_decay=0.01, adamw_states="float32"),
+        dict(beta2=0.999, weight_decay=0.01),
         "β₂ {beta2:g}, weight decay {weight_decay:g}",
         "GPT-3's β₂ and weight decay",
         changes="recipe",

@@ -136,8 +136,7 @@ def load(folder, files, targets, optional=()):
     saved = reader.read_metadata().state_dict_metadata
     if missing := targets.keys() - saved.keys():
         raise UserError(
-            f"{folder} has no {min(missing)}: another model, --optimizer or --adamw_states wrote it; --init_from "
-            "loads its weights"
+            f"{folder} has no {min(missing)}: another model or --optimizer wrote it; --init_from loads its weights"
         )
     for name in {*targets, *(saved.keys() & optional)}:
         if sum(math.prod(piece.sizes) for piece in saved[name].chunks) < math.prod(saved[name].size):

@@ -54,14 +54,6 @@ def inductor(config, distributed):
         return missing_package("triton")
 
 
-def fused_update(config, distributed):
-    """A fused update skips a bad step on the device, by found_inf, which PyTorch reads on CUDA and CPUs."""
-    if config.adamw_states != "float32":
-        return "PyTorch's fused AdamW stores its moments in float32"
-    if distributed.device.type == "mps":
-        return "on Apple GPUs PyTorch does not skip a fused update whose gradients are not finite"
-
-
 def bf16_gpu(config, distributed):
     if config.autocast != "bf16":
         return "it needs --autocast bf16"

@@ -124,7 +124,7 @@ def report(profile, trainer, log, first):
     peaks = None
     # work() counts whole layers, sequences and weights, fused operations in 16 bits, and AdamW with float32 moments
     whole = config.context == 1 and not is_sharded(config)
-    adamw = config.optimizer == "adamw" and config.adamw_states == "float32"
+    adamw = config.optimizer == "adamw"
     if config.compile and config.autocast != "off" and not config.fp8 and whole and adamw:
         peaks = gpu_peaks(log.device, log.peak_flops and log.peak_flops / distributed.world_size)
     micro_steps = sum(accumulation_steps(first + i, config, distributed.data_size) for i in range(steps)) / steps

@@ -12,7 +12,8 @@ from config import SETTLING_STEPS
 from measure.child_run import plain
 from measure.sweep_axes import read_recipe
 from measure.tables import markdown_table
-from optim.recipes import MUON, optimizer_defaults
+from optim import muon
+from optim.recipes import optimizer_defaults
 
 COLUMNS = ("rung", "final loss", "difference", "tokens", "× before", "× first", "seconds", "× before", "× first")
 WIDTHS = (22, 15, 16, 13, 8, 8, 11, 8, 8)
@@ -29,7 +30,7 @@ RECIPES = {
     "GPT-3's recipe": {},
     "learning rate 1.8e-3": dict(lr=1.8e-3),
     "linear decay to 0": dict(lr_schedule="linear", min_lr_ratio=0.0),
-    "Muon": MUON,
+    "Muon": muon.DEFAULTS,
     "batch warm-up": dict(batch_warmup_steps=8000),  # 2 billion tokens (GPT-3: 4 to 12); fewer in a short run
     "fp8, also in the head": dict(fp8=True, fp8_head=True),
 }

@@ -20,7 +20,17 @@ import torch.nn.functional as F
 from torch.distributed.tensor import DTensor
 
 from common.dtensors import local
-from optim.low_memory_adamw import store
+
+# The defaults with --optimizer muon; docs/recipes.md says how they were chosen
+DEFAULTS = dict(
+    optimizer="muon",
+    lr=3.6e-3,
+    adamw_lr=3.6e-3,
+    warmup_steps=10,
+    lr_schedule="wsd",
+    cooldown_ratio=0.4,
+    min_lr_ratio=0.0,
+)
 
 # Polar Express (Amsel et al. 2025, arXiv 2505.16932): the five polynomials x -> a x + b x³ + c x⁵ that bring singular
 # values from 0.001 to 1 closest to 1. They take x / 1.01, since bf16 rounds some singular values up.
@@ -95,7 +105,7 @@ class Muon(torch.optim.Optimizer):
 def update_momentum(gradient, momentum, direction, skip, decay):
     """Update the momentum, and write the Nesterov direction; if skip, the momentum stays and the direction is 0."""
     mean = momentum.lerp(gradient, 1 - decay)
-    store(momentum, mean, skip)
+    momentum.copy_(torch.where(skip, momentum, mean))
     direction.copy_(torch.where(skip, 0, gradient.lerp(mean, decay)))
 
 

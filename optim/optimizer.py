@@ -1,50 +1,98 @@
-"""The optimizer, and its state by parameter name."""
+"""The optimizers: one row for each, with what other code needs to know; and their state by parameter name."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import torch
 
-from optim.low_memory_adamw import LowMemoryAdamW, moment_bytes
-from optim.muon import Muon
+from optim import muon
+from optim.adamw_8bit import AdamW8bit, moment_bytes
 
 
-def state_bytes(config):
-    """Bytes of optimizer state per parameter, (in the blocks, in the embeddings): AdamW's moments; Muon's in blocks."""
-    moments = moment_bytes(config.adamw_states, config.n_embd)
-    return 4 if config.optimizer == "muon" else moments, moments
+@dataclass(frozen=True)
+class Row:
+    """An optimizer."""
+
+    make: Callable  # of (model, config); each of its groups has its peak learning rate as "peak"
+    state_bytes: Callable  # of n_embd: bytes of state for each parameter, (in the blocks, in the embeddings)
+    fused: bool = True  # whether --fused_adamw applies
+    flags: tuple = ()  # flags that have no effect with another optimizer
+    defaults: dict = field(default_factory=dict)  # of all flags that have others with it
+    needs_rows: str | None = None  # why --tensor, which splits matrices, is impossible
 
 
 def make_optimizer(model, config):
-    """AdamW with weight decay on matrices and embeddings, none on biases and LayerNorms; or Muon for the matrices of
-    the blocks, and AdamW for the rest. Its state is allocated.
+    """The optimizer of a model's parameters. Its state is allocated. Each group's "peak" is its peak learning rate."""
+    optimizer = OPTIMIZERS[config.optimizer].make(model, config)
+    allocate_state(optimizer)
+    return optimizer
 
-    Each group's "peak" is its peak learning rate.
-    """
+
+def make_adamw(model, config):
+    groups, settings = adamw_groups(model.parameters(), config, config.lr)
+    # fused_adamw: one kernel updates all parameters, instead of several launches for each operation
+    return torch.optim.AdamW(groups, fused=config.fused_adamw or None, **settings)
+
+
+def make_adamw_8bit(model, config):
+    groups, settings = adamw_groups(model.parameters(), config, config.lr)
+    return AdamW8bit(groups, config.compile, **settings)
+
+
+def make_muon(model, config):
     matrices = {}  # Muon's, by shape
-    for name, parameter in model.named_parameters() if config.optimizer == "muon" else ():
+    for name, parameter in model.named_parameters():
         if name.startswith("transformer.h.") and parameter.dim() == 2:
             parts = 3 if name.endswith("c_attn.weight") else 1  # q, k and v lie one above the other
             matrices.setdefault((parameter.shape, parts), []).append(parameter)
     taken = {id(parameter) for each in matrices.values() for parameter in each}
     rest = [parameter for parameter in model.parameters() if id(parameter) not in taken]
-    peak = config.adamw_lr if config.optimizer == "muon" else config.lr
+    groups, settings = adamw_groups(rest, config, config.adamw_lr)
+    adamw = torch.optim.AdamW(groups, fused=config.fused_adamw or None, **settings)
+    if not matrices:  # a rank of --pipeline without blocks
+        return adamw
     groups = [
-        dict(params=[p for p in rest if p.dim() >= 2], weight_decay=config.weight_decay, peak=peak),
-        dict(params=[p for p in rest if p.dim() < 2], weight_decay=0.0, peak=peak),
+        dict(params=parameters, parts=parts, lr=config.lr, weight_decay=config.weight_decay, peak=config.lr)
+        for (_, parts), parameters in matrices.items()
     ]
-    settings = dict(lr=peak, betas=(config.beta1, config.beta2), eps=1e-8)
-    if config.adamw_states == "float32":
-        # fused_adamw: one kernel updates all parameters, instead of several launches for each operation
-        optimizer = torch.optim.AdamW(groups, fused=config.fused_adamw or None, **settings)
-    else:
-        # adamw_states: moments of 2 bytes or 1 instead of 4
-        optimizer = LowMemoryAdamW(groups, config.adamw_states, config.compile, **settings)
-    if matrices:  # none on a rank of --pipeline without blocks
-        groups = [
-            dict(params=parameters, parts=parts, lr=config.lr, weight_decay=config.weight_decay, peak=config.lr)
-            for (_, parts), parameters in matrices.items()
-        ]
-        optimizer = Muon(groups, optimizer, config.compile, config.momentum)
-    allocate_state(optimizer)
-    return optimizer
+    return muon.Muon(groups, adamw, config.compile, config.momentum)
+
+
+def adamw_groups(parameters, config, peak):
+    """AdamW's groups and settings: weight decay on matrices and embeddings, none on biases and LayerNorms."""
+    parameters = list(parameters)
+    groups = [
+        dict(params=[p for p in parameters if p.dim() >= 2], weight_decay=config.weight_decay, peak=peak),
+        dict(params=[p for p in parameters if p.dim() < 2], weight_decay=0.0, peak=peak),
+    ]
+    return groups, dict(lr=peak, betas=(config.beta1, config.beta2), eps=1e-8)
+
+
+OPTIMIZERS = dict(
+    adamw=Row(make_adamw, lambda width: (8, 8)),
+    # adamw_8bit: moments of 1 byte instead of 4
+    adamw_8bit=Row(
+        make_adamw_8bit,
+        lambda width: (moment_bytes(width), moment_bytes(width)),
+        fused=False,
+        needs_rows="has scales for blocks of whole rows",
+    ),
+    muon=Row(
+        make_muon,
+        lambda width: (4, 8),
+        flags=("adamw_lr", "momentum"),
+        defaults=muon.DEFAULTS,
+        needs_rows="orthogonalizes whole matrices",
+    ),
+)
+
+
+def fused_update(config, distributed):
+    """Why --fused_adamw is impossible, or None: a bad step is skipped on the device, by found_inf."""
+    if not OPTIMIZERS[config.optimizer].fused:
+        return f"PyTorch has no fused kernel for --optimizer {config.optimizer}"
+    if distributed.device.type == "mps":
+        return "on Apple GPUs PyTorch does not skip a fused update whose gradients are not finite"
 
 
 @torch.no_grad()
@@ -80,9 +128,7 @@ def update_if_finite(optimizer, scaler, norm):
     elif optimizer.defaults["fused"]:
         optimizer.found_inf = (~finite).float()
         optimizer.step()
-    else:
-        if not finite:
-            optimizer.zero_grad()  # to None: step() leaves a parameter without a gradient as it is
+    elif finite:
         optimizer.step()
 
 

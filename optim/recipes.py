@@ -1,15 +1,6 @@
 """Training recipes: sets of flags."""
 
-# The defaults with --optimizer muon. docs/benchmarks.md says how they were chosen
-MUON = dict(
-    optimizer="muon",
-    lr=3.6e-3,
-    adamw_lr=3.6e-3,
-    warmup_steps=10,
-    lr_schedule="wsd",
-    cooldown_ratio=0.4,
-    min_lr_ratio=0.0,
-)
+from optim.optimizer import OPTIMIZERS
 
 # The defaults with --model tiny: it learns something on two CPU cores within three minutes
 TINY = dict(
@@ -37,5 +28,6 @@ def recipe_defaults(flags):
 
 
 def optimizer_defaults(flags):
-    """The defaults of --optimizer."""
-    return MUON if flags.get("optimizer") == "muon" else {}
+    """The defaults of --optimizer; none where its value is not an optimizer."""
+    name = flags.get("optimizer")
+    return OPTIMIZERS[name].defaults if name in OPTIMIZERS else {}

@@ -4,15 +4,13 @@ import dataclasses
 import math
 
 from common.errors import Note
+from optim.optimizer import OPTIMIZERS
 
 
 def check_flags(config, distributed, notes):
     """Note flags without effect, and a learning-rate warm-up that is longer than the run."""
-    for flag, other, value in (
-        ("adamw_lr", "optimizer", "muon"),
-        ("momentum", "optimizer", "muon"),
-        ("cooldown_ratio", "lr_schedule", "wsd"),
-    ):
+    of_optimizers = [(flag, "optimizer", name) for name, row in OPTIMIZERS.items() for flag in row.flags]
+    for flag, other, value in (*of_optimizers, ("cooldown_ratio", "lr_schedule", "wsd")):
         if getattr(config, flag) != getattr(type(config), flag) and getattr(config, other) != value:
             notes.append(Note(flag, getattr(config, flag), f"it has no effect without --{other} {value}"))
     if config.batch_warmup_steps and accumulation_steps(config.batch_warmup_steps, config, distributed.data_size) == 1:

@@ -6,7 +6,7 @@ import torch
 
 from common.errors import UserError
 from data.tokenizer import VOCAB_SIZE
-from optim.optimizer import state_bytes
+from optim.optimizer import OPTIMIZERS
 from optim.schedules import accumulation_steps
 from parallel.fsdp import blocks_together, is_sharded, shard_group_size
 from parallel.pipeline import blocks_in_flight, blocks_of_ranks
@@ -191,7 +191,7 @@ def bytes_of_weights(config, distributed):
 
 def bytes_of_states(config):
     """Bytes of the optimizer's states of a rank, before sharding."""
-    of_blocks, of_embeddings = state_bytes(config)
+    of_blocks, of_embeddings = OPTIMIZERS[config.optimizer].state_bytes(config.n_embd)
     embeddings = params_of_embeddings(config)
     return (params_of_rank(config) - embeddings) * of_blocks + embeddings * of_embeddings
 

@@ -37,6 +37,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_modul
 from torch.distributed.tensor.parallel import loss_parallel
 
 from common.errors import Note, UserError
+from optim.optimizer import OPTIMIZERS
 from parallel.process_group import try_one_of
 
 
@@ -55,10 +56,8 @@ def check_flags(config, distributed, notes):
         raise UserError(f"--tensor {size} does not divide {config.n_head} attention heads: {hint}")
     if ranks % size:
         raise UserError(f"--tensor {size} does not divide {ranks} ranks: {try_one_of(fits, 'use --tensor 1')}")
-    if config.optimizer == "muon":
-        raise UserError("--optimizer muon orthogonalizes whole matrices, which --tensor splits: use AdamW")
-    if config.adamw_states == "int8":
-        raise UserError("--adamw_states int8 has scales for blocks of whole rows, which --tensor splits: use bf16")
+    if needs_rows := OPTIMIZERS[config.optimizer].needs_rows:
+        raise UserError(f"--optimizer {config.optimizer} {needs_rows}, which --tensor splits: use adamw")
     if sequence_parts(config) < size:
         part = f"seq_len {config.seq_len}" + (f" / {config.context}" if config.context > 1 else "")
         reason = f"it does not divide {part}, so every rank holds the whole residual stream"

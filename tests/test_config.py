@@ -12,7 +12,8 @@ from config import GROUPS, Config, command_line, defaults, resolve, set_sizes
 from evaluation import SLOW_DEVICE_ITEMS, limit_hellaswag
 from model import GPTConfig
 from optim import recipes
-from optim.recipes import MUON, TINY
+from optim.muon import DEFAULTS as MUON
+from optim.recipes import TINY
 from optimizations import RUNGS
 from parallel.memory import bytes_of_weights, choose_micro_batch_size, count_params
 from parallel.process_group import Distributed

@@ -33,8 +33,6 @@ def print_plan(trainer, notes, start, train_stream, val_stream, hellaswag, log, 
     evaluated = evaluation.validation_sequences(val_stream, config) * config.seq_len
     data += f"{len(val_stream.shards)} val, {evaluated:,} of {val_stream.total:,} tokens"
     recipe = f"{config.optimizer}, lr {config.lr:g}, {config.warmup_steps} warm-up steps, then {config.lr_schedule}"
-    if config.adamw_states != "float32":
-        recipe += f"; AdamW's moments in {config.adamw_states}"
     mfu = "unknown for this device"
     if log.peak_flops:
         mfu = f"relative to {log.peak_flops / 1e12 / world_size:g} TFLOP/s a device"

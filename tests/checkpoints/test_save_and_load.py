@@ -233,5 +233,5 @@ def test_the_state_of_any_optimizer_is_restored(tmp_path, make):
     assert restored.keys() == state.keys() and all(torch.equal(restored[name], state[name]) for name in state)
     wrong = torch.optim.SGD(model.parameters(), momentum=0.9)
     allocate_state(wrong)
-    with pytest.raises(UserError, match="another model, --optimizer or --adamw_states wrote it"):
+    with pytest.raises(UserError, match="another model or --optimizer wrote it"):
         resume.restore(start, model, wrong, scaler, loader, ALONE)

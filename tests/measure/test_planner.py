@@ -15,7 +15,7 @@ from data.tokenizer import VOCAB_SIZE
 from measure import planner
 from measure.step_time import COPIES, Cluster, step_time
 from model import GPT, GPTConfig
-from optim.optimizer import make_optimizer, named_state
+from optim.optimizer import OPTIMIZERS, make_optimizer, named_state
 from parallel.memory import bytes_of_activations, count_params, step_memory
 from parallel.pipeline import blocks_in_flight
 from parallel.process_group import Distributed
@@ -225,11 +225,10 @@ def test_memory_speed_and_order_of_split_models_are_those_measured():
         assert rates == sorted(rates, reverse=True)
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-@pytest.mark.parametrize("adamw_states", ["float32", "int8"])
-def test_optimizer_states_take_what_is_estimated(optimizer, adamw_states):
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_optimizer_states_take_what_is_estimated(optimizer):
     sizes = dict(n_layer=4, n_head=4, n_embd=256)
-    flags = dict(optimizer=optimizer, adamw_states=adamw_states, compile=False)
+    flags = dict(optimizer=optimizer, compile=False)
     config = sized(seq_len=64, micro_batch_size=1, **flags, **sizes)
     model = GPT(GPTConfig(seq_len=64, **sizes))
     states = named_state(model, make_optimizer(model, config)).values()

@@ -5,7 +5,7 @@ import torch
 
 from config import Config
 from model import GPT, GPTConfig
-from optim.optimizer import make_optimizer, named_state, update_if_finite
+from optim.optimizer import OPTIMIZERS, make_optimizer, named_state, update_if_finite
 from optim.schedules import accumulation_steps, learning_rate
 from parallel.pipeline import clip_gradients
 
@@ -85,14 +85,12 @@ def test_fused_adamw_is_adamw():
         assert not torch.equal(weight, start[name])
 
 
-@pytest.mark.parametrize(
-    "flags", [{}, dict(fused_adamw=False), dict(adamw_states="bf16"), dict(adamw_states="int8")], ids=str
-)
+@pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("scaled", [True, False])
-@pytest.mark.parametrize("name", ["adamw", "muon"])
-def test_a_bad_step_changes_nothing(name, flags, scaled):
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_bad_step_changes_nothing(name, fused, scaled):
     model = tiny()
-    config = Config(optimizer=name, compile=False, **flags)
+    config = Config(optimizer=name, compile=False, fused_adamw=fused)
     optimizer = make_optimizer(model, config)
     scaler = torch.amp.GradScaler("cpu", enabled=scaled)
     for bad in (float("nan"), float("inf"), 1.0):
@@ -131,7 +129,7 @@ def test_adamw_by_hand():
     m = v = torch.zeros(1, 2)
     expected = copy.deepcopy(parameter.data)
     for t in range(1, 4):
-        gradient = torch.tensor([[0.3, -0.1]]) * t
+        gradient = torch.tensor([[0.3, -1e-7]]) * t  # beside 1e-7 eps matters
         parameter.grad = gradient.clone()
         optimizer.step()
         m, v = 0.9 * m + 0.1 * gradient, 0.95 * v + 0.05 * gradient**2
