@@ -97,7 +97,7 @@ def report(trainer, results):
     config, distributed = trainer.config, trainer.distributed
     step = statistics.median(result.seconds for result in results[SETTLING_STEPS:])
     rate = results[-1].tokens / step
-    peak = peak_flops(distributed.device, config.peak_tflops)
+    peak = peak_flops(distributed.device)
     flops = rate * flops_per_token(trainer.model, config.seq_len)
     mfu = f", MFU {flops / (peak * distributed.world_size):.1%}" if peak else ""
     memory = peak_memory(distributed.device)

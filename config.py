@@ -8,7 +8,6 @@ from typing import Annotated, Literal
 import torch
 import tyro
 
-import evaluation
 from checkpoints.run_folder import flags_file_of
 from common import flag_file
 from common.cli import check_bounds, flag
@@ -190,8 +189,6 @@ class Evaluation:
     """Steps between HellaSwag evaluations; 0 is off."""
     hellaswag_data: str | None = flag(None, sweep=False)
     """HellaSwag's validation set as a local .jsonl file; by default it is downloaded."""
-    hellaswag_limit: int | None = flag(None, at_least=1, sweep=False)
-    """Evaluate this many HellaSwag items, evenly spread; by default all on a GPU, a few elsewhere."""
     sample_every: int = flag(250, at_least=0, sweep=False)
     """Steps between samples; 0 is off."""
 
@@ -206,10 +203,6 @@ class Checkpoints:
     """Steps between checkpoints; 0 is off."""
     keep_checkpoints: int = flag(3, at_least=1, sweep=False)
     """Newest checkpoints to keep; also kept: the best one, and the newest one whose next step was finite."""
-    allow_other_data: bool = flag(False, one_start=True, sweep=False)
-    """Resume on other data than the checkpoint's, at the same token position."""
-    max_bad_steps: int = flag(10, at_least=1)
-    """Stop after so many consecutive steps whose loss or gradient norm is not finite. A bad norm changes no weight."""
 
 
 @dataclass
@@ -222,10 +215,6 @@ class Logging:
     """Folder of all runs."""
     wandb_project: str = flag("gpt2", sweep=False)
     """Project on wandb."""
-    wandb_group: str | None = flag(None, sweep=False)
-    """Group on wandb."""
-    peak_tflops: float | None = flag(None, above=0, sweep=False)
-    """The device's dense bf16 peak, for MFU; known for common GPUs."""
 
 
 @dataclass
@@ -331,7 +320,6 @@ def resolve(config, distributed, free_memory=None, pretrained=None, resumed=None
     new, notes = turn_off_unavailable(new, distributed)
     pipeline.check_flags(new, distributed)
     fsdp.check_flags(new, distributed, notes)
-    evaluation.limit_hellaswag(new, notes)
     if new.micro_batch_size is None:
         new.micro_batch_size, reason = choose_micro_batch_size(new, distributed, free_memory)
         notes.append(Note("micro_batch_size", new.micro_batch_size, reason))

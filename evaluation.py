@@ -1,26 +1,15 @@
-"""The batches of an evaluation, the validation loss, bits per byte, and how many HellaSwag items a slow device
-evaluates."""
+"""The batches of an evaluation, the validation loss and bits per byte."""
 
 import functools
 import math
 
 import torch
 
-from common.errors import Note, UserError
+from common.errors import UserError
 from common.progress import progress
 from common.signals import Stopped
 from data.tokenizer import END_OF_TEXT, token_bytes
 from kernels.documents import find_offsets, move_offsets
-
-SLOW_DEVICE_ITEMS = 32  # GPT-2 124M takes 0.3 s an item on two CPU cores, 50 minutes for all
-
-
-def limit_hellaswag(config, notes):
-    """Set hellaswag_limit, in place, on a device that would take long for all items."""
-    if config.hellaswag_every and config.hellaswag_limit is None and config.device != "cuda":
-        config.hellaswag_limit = SLOW_DEVICE_ITEMS
-        reason = f"the default on {config.device}, where all of HellaSwag takes minutes or hours"
-        notes.append(Note("hellaswag_limit", config.hellaswag_limit, reason))
 
 
 def batches_of_rank(batches, title, distributed, stop_signal=None):

@@ -132,7 +132,7 @@ def sample_in_training(model, seed, distributed, stop_signal=None):
             stop_signal = None  # one rank must not stop alone: the training loop stops after the samples
         try:
             texts = sample(model, PROMPT, count=4, max_new_tokens=24, seed=seed, stop_signal=stop_signal)
-        except UserError as error:  # the logits are not finite; max_bad_steps decides when the run stops
+        except UserError as error:  # the logits are not finite; MAX_BAD_STEPS decides when the run stops
             texts = [f"({error})"]
         except Stopped:
             pass  # texts stays None, which tells all ranks

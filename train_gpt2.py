@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from checkpoints import load, resume
-from checkpoints.checkpointer import Checkpointer
+from checkpoints.checkpointer import MAX_BAD_STEPS, Checkpointer
 from common.cli import flags_with, given, parse, run
 from common.device import be_deterministic
 from common.dtensors import fill
@@ -196,7 +196,7 @@ def train(flags, distributed, typed):
     if config.demo:
         distributed.on_main(lambda: demo.make_data(config.data_dir))
     train_stream, val_stream, data = open_streams(config)
-    notes += resume.changed_data(start, config, data, train_stream.total)
+    resume.check_data(start, config, data, train_stream.total)
     hellaswag = choice_in_training(config)
     place = (distributed.device, distributed.data_rank, distributed.data_size)
     loader = Loader(train_stream, config.micro_batch_size, config.seq_len, *place)
@@ -248,7 +248,7 @@ def loop(trainer, loader, val_stream, hellaswag, checkpointer, log, tracer, star
             tracer.step()
         step += 1
         stopping = result.stop
-        if bad_steps >= config.max_bad_steps:
+        if bad_steps >= MAX_BAD_STEPS:
             break
 
     checkpointer.finish(step, bad_steps)

@@ -18,6 +18,8 @@ from common.files import is_disk_full
 from common.progress import print_over_bar
 from parallel import fsdp
 
+MAX_BAD_STEPS = 10  # in a row, with a loss or gradient norm that is not finite: the run stops
+
 
 class Checkpointer:
     """Saves a run when a checkpoint is due, and writes it in a thread while training continues.
@@ -88,7 +90,7 @@ class Checkpointer:
     def finish(self, step, bad_steps):
         """Wait until everything is on disk, on all ranks. bad_steps: how many steps in a row were not finite.
 
-        Raises UserError on rank 0 if there are max_bad_steps of them or, unless checkpoint_every is 0, if `step` is not
+        Raises UserError on rank 0 if there are MAX_BAD_STEPS of them or, unless checkpoint_every is 0, if `step` is not
         saved or its validation loss is not finite.
         """
         self.wait()
@@ -100,7 +102,7 @@ class Checkpointer:
         problem, every = None, self.config.checkpoint_every
         if every and not math.isfinite(self.log.val_losses.get(step, 0.0)):
             problem = f"the validation loss of step {step} is not finite; {self._way_back()}"
-        elif bad_steps >= self.config.max_bad_steps:
+        elif bad_steps >= MAX_BAD_STEPS:
             problem = f"the loss or the gradient was not finite in {bad_steps} steps in a row; {self._way_back()}"
         elif every and self.saved < step:
             problem = f"step {step} is not saved: its loss, gradient or weights are not finite; {self._way_back()}"

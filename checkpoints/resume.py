@@ -115,13 +115,10 @@ def changed_flags(start, config, world_size, flags):
     return notes
 
 
-def changed_data(start, config, data, total):
-    """A list with a Note if the data differ from the checkpoint's. data: from open_streams; total: training tokens.
-
-    Raises UserError for other data without --allow_other_data.
-    """
+def check_data(start, config, data, total):
+    """Raises UserError if the data differ from the checkpoint's. data: from open_streams; total: training tokens."""
     if not start.resumed:
-        return []
+        return
     before, loader = start.training, start.training["loader"]
     difference, manifests = None, (before.get("manifest"), data["manifest"])
     if "shards" in before:
@@ -130,15 +127,11 @@ def changed_data(start, config, data, total):
         difference = f"{total} training tokens instead of {loader['total']}"
     if not difference and all(manifests) and manifests[0] != manifests[1]:
         difference = f"{MANIFEST} is not the same"
-    if not difference:
-        return []
-    if not config.allow_other_data:
+    if difference:
         raise UserError(
             f"{start.resumed} was trained on other data than {config.data_dir}: {difference}; continue with the same "
-            "data, or add --allow_other_data to continue at the same token position of the new data"
+            f"data, or start another --run_name from its weights with --init_from {start.resumed}"
         )
-    reason = f"{difference}; training continues at token {loader['position']:,} of {config.data_dir}"
-    return [Note("allow_other_data", True, reason)]
 
 
 def restore(start, model, optimizer, scaler, loader, distributed):

@@ -32,7 +32,7 @@ SCRIPT = Path(__file__).parent.parent / "train_gpt2.py"
 
 def plain(config):
     """config with defaults for the ladder's flags and for those that measure() sets."""
-    own = "ladder rungs ladder_steps log_dir run_name wandb_group".split()
+    own = "ladder rungs ladder_steps log_dir run_name".split()
     return dataclasses.replace(config, **{name: getattr(type(config), name) for name in own})
 
 
@@ -62,10 +62,11 @@ def measure(arguments, folder, name, ranks, steps, bar):
         bar.update(steps)
         return before
     shutil.rmtree(folder / name, ignore_errors=True)  # of a measurement that was stopped
-    own = ["--log_dir", str(folder), "--run_name", name, "--wandb_group", folder.name]
+    own = ["--log_dir", str(folder), "--run_name", name]
     command = [sys.executable, *module, *options, str(SCRIPT), *arguments, *own]
 
     environment = {key: value for key, value in os.environ.items() if not TORCHRUN.match(key)}
+    environment.setdefault("WANDB_RUN_GROUP", folder.name)  # read by wandb
     if "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("OMP_NUM_THREADS") == "1":
         del environment["OMP_NUM_THREADS"]  # torchrun's value for its ranks; the DDP rung's torchrun sets it again
     began = bar.n

@@ -31,7 +31,7 @@ class Plan:
     gpus_per_machine: int = 8
     """GPUs of one machine."""
     gpu: str = "H100"
-    """Kind of GPU, for its peak, unless --peak_tflops gives it."""
+    """Kind of GPU, for its peak."""
     memory: float = 80.0
     """Memory of a GPU, in GB (2^30 bytes)."""
     mfu: float = 0.54
@@ -163,8 +163,8 @@ def check(config):
         raise UserError(f"--mfu {config.mfu:g}: it is a fraction, 0.5 for 50%")
     if config.gpus > config.gpus_per_machine and config.gpus % config.gpus_per_machine:
         raise UserError(f"--gpus {config.gpus} is not a multiple of --gpus_per_machine {config.gpus_per_machine}")
-    if not (config.peak_tflops or peak_tflops_of(config.gpu)):
-        raise UserError(f"--gpu {config.gpu}: known are {', '.join(PEAK_TFLOPS)}; for others give --peak_tflops")
+    if not peak_tflops_of(config.gpu):
+        raise UserError(f"--gpu {config.gpu}: known are {', '.join(PEAK_TFLOPS)}")
     if config.fp8 or config.autocast == "off":
         raise UserError("--plan knows the speed of bf16 and fp16: leave out --fp8 and --autocast off")
     if config.gpus == 1 and config.bf16_gradients:
@@ -175,6 +175,6 @@ def check(config):
 
 def cluster_of(config):
     """The Cluster of a Plan."""
-    peak = config.peak_tflops or peak_tflops_of(config.gpu)
+    peak = peak_tflops_of(config.gpu)
     machine = min(config.gpus, config.gpus_per_machine)
     return Cluster(config.gpus, machine, peak * 1e12, config.mfu, config.link * 1e9, config.network * 1e9)

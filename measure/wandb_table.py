@@ -22,7 +22,7 @@ def publish(config, folder, kind, results):
         run.log(values)
 
     page = WandbPage(config)
-    page.start(folder, dict(wandb_id=None))
+    page.start(folder, dict(wandb_id=None), group=folder.name)
     page.attempt(add)
     if where := page.where_to_watch():
         print(f"table and figure: {where}")

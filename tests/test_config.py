@@ -9,7 +9,6 @@ from common import device as device_module
 from common.cli import given, parse
 from common.errors import UserError
 from config import GROUPS, Config, command_line, defaults, resolve, set_sizes
-from evaluation import SLOW_DEVICE_ITEMS, limit_hellaswag
 from model import GPTConfig
 from optim import recipes
 from optim.muon import DEFAULTS as MUON
@@ -108,11 +107,8 @@ def test_without_a_compiler_it_runs_uncompiled(monkeypatch):
         ("--max_steps 0", 1, dict(max_steps=0)),
         ("--n_layer 0", 1, dict(n_layer=0)),
         ("--val_tokens 0", 1, dict(val_tokens=0)),
-        ("--hellaswag_limit 0", 1, dict(hellaswag_limit=0)),
         ("--seed -1", 1, dict(seed=-1)),
         ("--lr -1", 1, dict(lr=-1)),
-        ("--peak_tflops 0", 1, dict(peak_tflops=0)),
-        ("--peak_tflops inf: it must be finite", 1, dict(peak_tflops=float("inf"))),
         ("--lr inf: it must be finite", 1, dict(lr=float("inf"))),
         ("--seed 9223372036854775808", 1, dict(seed=2**63)),
         ("--shard_ranks 3 does not divide 4 ranks", 4, dict(parallel="hsdp", shard_ranks=3)),
@@ -138,17 +134,6 @@ def test_what_has_no_effect_is_noted():
     assert "adamw_lr is 0.0001: it has no effect without --optimizer muon" in notes
     assert "cooldown_ratio is 0.2: it has no effect without --lr_schedule wsd" in notes
     assert "adamw_lr" not in resolved(adamw_lr=1e-4, optimizer="muon")[1]
-
-
-def test_a_slow_device_evaluates_few_hellaswag_items():
-    config, notes = resolved()
-    assert config.hellaswag_limit == SLOW_DEVICE_ITEMS and "hellaswag_limit is" in notes
-    for typed in (dict(hellaswag_limit=10042), dict(hellaswag_every=0)):
-        config, notes = resolved(**typed)
-        assert config.hellaswag_limit == typed.get("hellaswag_limit") and "hellaswag_limit" not in notes
-    config, notes = Config(device="cuda"), []
-    limit_hellaswag(config, notes)
-    assert config.hellaswag_limit is None and not notes
 
 
 def test_gradients_do_not_accumulate_in_bf16():

@@ -93,7 +93,7 @@ def test_a_ladder_climbs(train, tmp_path):
         rows = metrics(folder / r["name"])
         assert len(rows) == SETTLING_STEPS + 1  # one of them measured
         assert r["ms"] == rows[-1]["step_ms"] and r["tokens_per_sec"] == pytest.approx(rows[-1]["tokens_per_sec"])
-        assert 0.1 < r["peak_gb"] < 10 and r["facts"]["wandb_group"] == "climb"
+        assert 0.1 < r["peak_gb"] < 10
     output = (folder / "output.txt").read_text()
     table = (folder / "ladder.md").read_text()
     for rung, r in done.items():

@@ -42,11 +42,12 @@ class WandbPage:
             raise UserError(f"wandb cannot be online ({problem}): run `{login}` or use --wandb offline")
         return ["offline"]
 
-    def start(self, folder, facts):
+    def start(self, folder, facts, group=None):
         """Open the page; returns its id, or None without a page.
 
         folder: the run's, which takes wandb's local files. facts is shown as the run's configuration;
-        facts["wandb_id"] names a page to continue, or is None.
+        facts["wandb_id"] names a page to continue, or is None. group: of runs; by default the environment variable
+        WANDB_RUN_GROUP names it.
         """
         self.folder = folder / "wandb"
         for mode in self.modes:
@@ -57,6 +58,7 @@ class WandbPage:
                 self.run = wandb.init(
                     project=self.project,
                     name=folder.name,
+                    group=group,
                     id=facts["wandb_id"],
                     resume="allow",  # an upload adds to the page of this id
                     mode=mode,

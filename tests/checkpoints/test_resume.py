@@ -40,12 +40,12 @@ def test_other_data_are_recognized(tmp_path):
         (stream, _, data), (own_stream, _, own_data) = map(open_streams, configs)
         training = dict(loader=dict(position=64, total=stream.total)) | ({} if older else data)
         start = resume.Start(tmp_path / "checkpoint_000001", training, None, None)
-        allowed = dataclasses.replace(configs[1], allow_other_data=True)
-        notes = resume.changed_data(start, allowed, own_data, own_stream.total)
-        if notes:
-            with pytest.raises(UserError, match="--allow_other_data"):
-                resume.changed_data(start, configs[1], own_data, own_stream.total)
-        return "".join(map(str, notes))
+        try:
+            resume.check_data(start, configs[1], own_data, own_stream.total)
+        except UserError as error:
+            assert "--init_from" in str(error)
+            return str(error)
+        return ""
 
     def manifest(name, source):
         (tmp_path / name / "shards.json").unlink(missing_ok=True)
@@ -59,7 +59,7 @@ def test_other_data_are_recognized(tmp_path):
     manifest("moved", "the web")
     assert difference("one", "moved") == ""
     manifest("moved", "books")
-    assert "shards.json is not the same; training continues at token 64" in difference("one", "moved")
+    assert "shards.json is not the same; continue with the same data" in difference("one", "moved")
     (tmp_path / "other" / "edufineweb_train_000002.npy").unlink()
     assert "edufineweb_train_000001.npy has" in difference("one", "other")
     assert "300 training tokens instead of 500" in difference("one", "other", older=True)
@@ -68,20 +68,16 @@ def test_other_data_are_recognized(tmp_path):
     assert "edufineweb_train_000001.npy is an additional shard" in difference("one", "other")
 
 
-def test_other_data_are_refused_unless_allowed(train, tmp_path):
-    """The same tokens in other shards, and more of them: the losses are those of the run that was not interrupted."""
-    flags, drop = ("--no_shuffle", "--checkpoint_every", 3, "--max_steps", 5), "--checkpoint_every --max_steps"
-    whole = train("whole", *flags, drop=drop)
-    run, other = whole.with_name("run"), tmp_path / "other"
-    shutil.copytree(whole, run)
-    shutil.rmtree(run / "checkpoint_000005")
+def test_other_data_are_refused(train, tmp_path):
+    flags, drop = ("--no_shuffle", "--checkpoint_every", 3), "--checkpoint_every --max_steps"
+    train("run", *flags, "--max_steps", 3, drop=drop)
+    other = tmp_path / "other"
     other.mkdir()
     write_corpus(other, sizes=(400, 1000, 3000, 700))
-    refused = train("run", *flags, "--data_dir", other, drop=drop, fails=True)
-    expect_error(refused, "edufineweb_train_000001.npy has 1000 tokens instead of 2000", "--allow_other_data")
-    text = (train("run", *flags, "--data_dir", other, "--allow_other_data", drop=drop) / "output.txt").read_text()
-    assert "allow_other_data is on: edufineweb_train_000001.npy has 1000 tokens instead of 2000" in text
-    assert "training continues at token 768 of" in text and logged(run) == logged(whole)
+    refused = train("run", *flags, "--max_steps", 5, "--data_dir", other, drop=drop, fails=True)
+    expect_error(
+        refused, "edufineweb_train_000001.npy has 1000 tokens instead of 2000", "--init_from log/run/checkpoint_"
+    )
 
 
 def test_a_run_of_an_older_version_continues(train, tmp_path):
