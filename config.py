@@ -276,7 +276,7 @@ def chosen_flags(config):
     recipe = recipes.recipe_defaults(vars(config))
     usual = vars(Config(**recipe))
     of_recipe = {name: recipe[name] for name in ("demo", "model", "optimizer") if name in recipe}
-    return of_recipe | {name: value for name, value in vars(config).items() if value != usual[name]}
+    return of_recipe | {name: getattr(config, name) for name in usual if getattr(config, name) != usual[name]}
 
 
 def command_line(config):

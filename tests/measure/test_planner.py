@@ -354,7 +354,7 @@ def test_a_plan_that_is_impossible(monkeypatch):
         ),
         ("--gpus 0", "--gpus 0: it must be above 0"),
         ("--gpus 12", "--gpus 12 is not a multiple of --gpus_per_machine 8"),
-        ("--gpu Abacus", "--gpu Abacus: known are B200, H100"),
+        ("--gpu Abacus", "--gpu Abacus: known are "),
         ("--mfu 50", "0.5 for 50%"),
         ("--fp8", "leave out --fp8"),
         ("--init_from gpt2", "leave out --init_from"),
