@@ -88,11 +88,11 @@ def main():
     if config.plan:
         plan.plan(config, own)
     elif is_sweep:
-        sweep(config)
+        sweep(config, own)
     elif config.to_loss:
         climb_to_loss(config)
     else:
-        climb(config)
+        climb(config, own)
 
 
 def check(config):
@@ -120,8 +120,10 @@ def finish(config, folder, kind, results):
 # The ladder
 
 
-def climb(config):
+def climb(config, typed):
     """Run the ladder: print its table, and write ladder.json, ladder.md and ladder.png to the run's folder.
+
+    typed: the flags on the command line.
 
     Raises UserError for rungs that do not exist, or if a rung failed.
     """
@@ -131,7 +133,7 @@ def climb(config):
         raise UserError("--fp8 needs --parallel ddp, without --tensor and --pipeline")
     rungs = choose_rungs(config.rungs, count_devices(config), config)
     check(config)
-    print_unused(given(LadderConfig))
+    print_unused(typed)
     folder = prepare(config.log_dir, config.run_name, "ladder")
     print(f"results: {folder}/" + (", of the demo's small model (GPT-2 needs a GPU, and data)" if config.demo else ""))
     device, steps = torch.device(choose_device_type(config.device)), SETTLING_STEPS + config.ladder_steps
@@ -351,7 +353,7 @@ def climb_to_loss(config):
 # Sweeps
 
 
-def sweep(config):
+def sweep(config, typed):
     """Measure every combination of the axes' values: sweep.json, sweep.md and the heat map sweep.png.
 
     Raises UserError for an axis that is not a flag, if no combination ran, or if one failed.
@@ -364,7 +366,7 @@ def sweep(config):
     if len(axes) < len(config.sweep):
         raise UserError("--sweep names a flag twice")
     check(config)
-    print_unused(given(LadderConfig))
+    print_unused(typed)
     if config.gpus is not None and config.gpus < 1:
         raise UserError(f"--gpus {config.gpus}: it must be at least 1")
     if config.gpus is None:

@@ -55,7 +55,7 @@ def main():
     if config.ladder:
         from ladder import climb  # measures: no run imports it
 
-        return climb(config)
+        return climb(config, typed)
     distributed = process_group.start(config.device, config.tensor, config.context, config.pipeline)
     with out_of_memory(less_memory()):
         train(config, distributed, typed)

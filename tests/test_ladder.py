@@ -253,7 +253,7 @@ def canned(monkeypatch, corpus, tmp_path):
                 return results(parse(Config, default=defaults(given(Config)))) | dict(name=name)
 
         monkeypatch.setattr(ladder, "measure", measured)
-        ladder.climb(Config(**dict(data_dir=str(corpus), run_name="canned", device="cpu", compile=False) | given))
+        ladder.climb(Config(**dict(data_dir=str(corpus), run_name="canned", device="cpu", compile=False) | given), {})
         return json.loads((tmp_path / "log/canned/ladder.json").read_text())["results"]
 
     return climb
@@ -354,6 +354,6 @@ def test_only_on_one_machine_and_sweeps_in_one_process(monkeypatch, corpus):
     for name, value in torchrun.items():
         monkeypatch.setenv(name, str(value))
     with pytest.raises(UserError, match="one machine"):
-        ladder.climb(Config(data_dir=str(corpus)))
+        ladder.climb(Config(data_dir=str(corpus)), {})
     with pytest.raises(UserError, match="with python"):
-        ladder.sweep(ladder.LadderConfig(data_dir=str(corpus), sweep=("lr=1,2",)))
+        ladder.sweep(ladder.LadderConfig(data_dir=str(corpus), sweep=("lr=1,2",)), {})
