@@ -12,7 +12,6 @@ import torch
 from conftest import ROOT, TINY, expect_error, metrics
 
 import ladder
-from common.cli import parse
 from common.errors import UserError
 from config import SETTLING_STEPS, Config, defaults
 from measure import child_run
@@ -250,7 +249,7 @@ def canned(monkeypatch, corpus, tmp_path):
         def measured(arguments, folder, name, ranks, steps, bar):
             with monkeypatch.context() as patch:
                 patch.setattr(sys, "argv", ["train_gpt2.py", *arguments])
-                return results(parse(Config, default=defaults(given(Config)))) | dict(name=name)
+                return results(cli.parse(Config, default=defaults(cli.given(Config)))) | dict(name=name)
 
         monkeypatch.setattr(ladder, "measure", measured)
         ladder.climb(Config(**dict(data_dir=str(corpus), run_name="canned", device="cpu", compile=False) | given), {})
