@@ -1,6 +1,7 @@
 """RunLog: the folder of a run (its flags and facts, log.txt, metrics.jsonl), what training prints, the wandb page."""
 
 import collections
+import contextlib
 import json
 import math
 import os
@@ -62,17 +63,16 @@ class RunLog:
         try:
             self._lock = lock(self.folder)
             earlier = self._earlier_facts(resumed)
-            if earlier and training:
-                set_aside_newer(self.folder, self.first_step)
             self.facts = dict(vars(config), run_name=self.folder.name, world_size=distributed.world_size)
-            self.facts |= environment(device) | dict(launch=launch_id(), finished=False)
+            self.facts |= environment(device) | dict(launch=launch_id(), finished=False, wandb_id=None)
             self.facts["dataset"] = dataset_name(config.data_dir)
             if training and earlier:
-                self.facts["resume"] = earlier.get("resume")  # where a branch began: its command may be repeated
-            self.facts["wandb_id"] = earlier.get("wandb_id") if training and earlier else None
+                set_aside_newer(self.folder, self.first_step)
+                # resume: where a branch began; its command may be repeated
+                self.facts |= dict(resume=earlier.get("resume"), wandb_id=earlier.get("wandb_id"))
             self._write_facts()
-            self.log_txt, lines = self._open("log.txt", parse_log_line, training, earlier)
-            self.metrics_jsonl, _ = self._open("metrics.jsonl", parse_metrics_line, training, earlier)
+            self.log_txt, lines = self._open("log.txt", parse_log_line, training)
+            self.metrics_jsonl, _ = self._open("metrics.jsonl", parse_metrics_line, training)
             if wandb_id := self.wandb.start(self.folder, self.facts):
                 self.facts["wandb_id"] = wandb_id
                 self._write_facts()
@@ -102,31 +102,24 @@ class RunLog:
         gradient that is not finite; they are skipped.
         """
         loss, seconds = result.loss, result.seconds
-        deviations = self._spike(loss)
-        seconds_left = self._seconds_left(step)
         rate = result.tokens / seconds
         utilization = mfu(rate, self.flops_per_token, self.peak_flops)
-        columns = [f"loss {loss:.6f}", f"lr {lr:.4e}", f"norm {result.grad_norm:.4f}", f"{seconds * 1000:.2f} ms"]
-        columns.append(f"{rate:,.0f} tok/s")
-        if utilization:
-            columns.append(f"MFU {utilization:.1%}")
+        deviations, seconds_left = self._spike(loss), self._seconds_left(step)
         of_ranks, slow_rank = self.ranks.add(result.own_ms)
-        columns.append("time left unknown" if seconds_left is None else f"{duration(seconds_left)} left")
-        if slow_rank:
-            columns.append(slow_rank)
-        if bad_steps:
-            columns.append(f"not finite, skipped ({bad_steps} in a row)")
-        if deviations:
-            columns.append(f"spike, {deviations:.0f} standard deviations")
-        self._print(step, *columns)
+        self._print(
+            step,
+            f"loss {loss:.6f} | lr {lr:.4e} | norm {result.grad_norm:.4f} | {seconds * 1000:.2f} ms",
+            f"{rate:,.0f} tok/s",
+            utilization and f"MFU {utilization:.1%}",
+            "time left unknown" if seconds_left is None else f"{duration(seconds_left)} left",
+            slow_rank,
+            bad_steps and f"not finite, skipped ({bad_steps} in a row)",
+            deviations and f"spike, {deviations:.0f} standard deviations",
+        )
         values = dict(train_loss=loss, lr=lr, grad_norm=result.grad_norm, step_ms=seconds * 1000, tokens_per_sec=rate)
         values |= dict(mfu=utilization, peak_gb=peak_memory(self.device), **of_ranks)
-        if bad_steps:
-            values["bad_steps"] = bad_steps
-        if deviations:
-            values["spike"] = deviations
-        if result.loss_scale is not None:
-            values["loss_scale"] = result.loss_scale
+        rare = dict(bad_steps=bad_steps or None, spike=deviations, loss_scale=result.loss_scale)
+        values |= {name: value for name, value in rare.items() if value is not None}
         self._record(step, tokens, values, f"{step} train {loss:.6f}\n")
         own_ms = values.pop("own_ms", [])
         page = {f"train/{name.removeprefix('train_')}": value for name, value in values.items() if value is not None}
@@ -135,18 +128,15 @@ class RunLog:
 
     def validation(self, step, tokens, loss, seconds, bits_per_byte=None):
         """Print and log a validation loss, in nats per token, and in bits per byte if there is a tokenizer."""
-        self.val_losses[step] = loss
-        columns, values = [f"validation loss {loss:.4f}"], dict(val_loss=loss)
+        self.val_losses[step], values, bits = loss, dict(val_loss=loss), None
         if bits_per_byte is not None:
-            columns.append(f"{bits_per_byte:.4f} bits/byte")
-            values["val_bits_per_byte"] = bits_per_byte
-        self._print(step, *columns, f"{seconds:.1f} s")
+            values["val_bits_per_byte"], bits = bits_per_byte, f"{bits_per_byte:.4f} bits/byte"
+        self._print(step, f"validation loss {loss:.4f}", bits, f"{seconds:.1f} s")
         self._evaluation(step, tokens, f"{step} val {loss:.4f}\n", values)
 
     def hellaswag(self, step, tokens, acc, acc_norm, items, seconds):
         """Print and log accuracies between 0 and 1; log.txt has acc_norm, GPT-2's usual measure."""
-        columns = [f"HellaSwag acc {acc:.4f}", f"acc_norm {acc_norm:.4f}", f"{items:,} items", f"{seconds:.1f} s"]
-        self._print(step, *columns)
+        self._print(step, f"HellaSwag acc {acc:.4f} | acc_norm {acc_norm:.4f}", f"{items:,} items", f"{seconds:.1f} s")
         values = dict(hellaswag_acc=acc, hellaswag_acc_norm=acc_norm)
         self._evaluation(step, tokens, f"{step} hella {acc_norm:.4f}\n", values, hellaswag_items=items)
 
@@ -197,28 +187,24 @@ class RunLog:
             raise UserError(f"{self.folder} already holds a run: choose another --run_name, or delete it")
         return facts
 
-    def _open(self, name, parse, training, earlier):
+    def _open(self, name, parse, training):
         """(file, rows): a log opened for appending, and the parsed lines that it keeps from the earlier run."""
         path = self.folder / name
-        lines = []
-        if earlier and path.exists():
-            if training:
-                lines = path.read_text(errors="replace").split("\n")[:-1]  # without an incomplete last line
-            else:  # the earlier run ended before its first checkpoint
-                path.rename(unused_name(path.with_name(name + ".old")))
-        rows = []
+        if path.exists() and not training:  # the earlier run ended before its first checkpoint
+            path.rename(unused_name(path.with_name(name + ".old")))
+        # without an incomplete last line
+        lines = path.read_text(errors="replace").split("\n")[:-1] if path.exists() else []
+        first, last = self.first_step, self.first_step == self.config.max_steps
         every = dict(val=self.config.val_every, hella=self.config.hellaswag_every, samples=self.config.sample_every)
-        last = self.first_step == self.config.max_steps
-        again = {"train", *(name for name, steps in every.items() if steps and (last or self.first_step % steps == 0))}
+        again = {"train", *(stream for stream, steps in every.items() if steps and (last or first % steps == 0))}
+        rows = []
         with atomic_write(path) as file:
             for line in lines:
-                try:
+                with contextlib.suppress(ValueError, KeyError, TypeError):  # a damaged line
                     row = parse(line)
-                except (ValueError, KeyError, TypeError):
-                    continue  # damaged
-                if row[0] < training["step"] or (row[0] == training["step"] and row[1] not in again):
-                    rows.append(row)
-                    file.write(f"{line}\n".encode())
+                    if row[0] < first or (row[0] == first and row[1] not in again):
+                        rows.append(row)
+                        file.write(f"{line}\n".encode())
         return LogFile(path), rows
 
     def _write_facts(self):
@@ -229,7 +215,8 @@ class RunLog:
     # Lines
 
     def _print(self, step, *columns):
-        print(" | ".join([f"step {step:5d}/{self.config.max_steps}", *columns]))
+        """Columns that are None, False or 0 are left out."""
+        print(" | ".join([f"step {step:5d}/{self.config.max_steps}", *filter(None, columns)]))
 
     def _evaluation(self, step, tokens, line, values, **facts):
         """facts: for metrics.jsonl, not for wandb."""
