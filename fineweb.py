@@ -49,10 +49,6 @@ class Flags:
     Shards take 2 bytes a token, 20 GB for sample-10BT. The documents themselves are not stored.
 
     After an interruption, run the same command again: it continues after the last complete shard.
-
-    Several machines can share the work; the shards are those of a single machine:
-      python fineweb.py --part 1/4 --out parts                         # on the first of four machines
-      python fineweb.py --input 'parts/*.npy' --out edu_fineweb10B     # with the files of all parts in one folder
     """
 
     input: str | None = None
@@ -71,8 +67,6 @@ class Flags:
     """Processes that tokenize; by default one for each core. The shards do not depend on it."""
     max_tokens: int | None = None
     """Stop after this many tokens."""
-    part: str | None = None
-    """i/n: tokenize only the i-th of n parts of the source's files."""
     verify: bool = False
     """Write nothing; compare the SHA-256 of each file in --out with shards.json."""
 
@@ -96,8 +90,8 @@ def find_source(flags, revision=None):
         raise UserError(f"{unknown[0]}: --input takes .txt and .jsonl (also with .gz or .zst), .parquet, .npy and .bin")
     if len({suffix(path) in SUFFIXES for path in paths}) > 1:
         raise UserError(f"--input {flags.input}: give files of tokens (.npy, .bin) or files of text, not both")
-    if manifests := read_input_manifests(paths):
-        return paths, manifests[0]["source"]
+    if manifest := manifest_of(paths):
+        return paths, manifest["source"]
     files = []
     for path in paths:
         with reading(path):
@@ -130,29 +124,21 @@ def shard_order(path):
     return [int(digits) for digits in re.findall(r"\d+", path.name)] if path.suffix in SUFFIXES else []
 
 
-def read_input_manifests(paths):
-    """The manifests of the token files `paths`: one for each part, one for a folder of shards, or [] without manifest.
-
-    Raises UserError if a part is missing or incomplete, or if parts have different sources.
-    """
-    folder = paths[0].parent
-    if part := re.search(r"_part\d+of(\d+)_\d+\.npy$", paths[0].name):
-        manifests = [read_manifest(folder / f"part{i}of{part[1]}.json") for i in range(1, int(part[1]) + 1)]
-    elif (folder / MANIFEST).exists() and paths[0].suffix == ".npy":
-        manifests = [read_manifest(folder / MANIFEST)]
-    else:
-        return []
-    listed = {shard["name"] for manifest in manifests for shard in manifest["shards"]}
-    if wrong := listed ^ {path.name for path in paths}:
-        raise UserError(f"{folder}: {min(wrong)} is missing from --input, or from the .json that lists the files")
-    if any(manifest["source"] != manifests[0]["source"] for manifest in manifests):
-        raise UserError(f"{folder}: its parts are of different documents; make them with the same flags")
-    return manifests
+def manifest_of(paths):
+    """The manifest of the token files `paths`, or None. Raises UserError if it lists other files."""
+    path = paths[0].parent / MANIFEST
+    if paths[0].suffix != ".npy" or not path.exists():
+        return None
+    manifest = read_manifest(path)
+    if wrong := {shard["name"] for shard in manifest["shards"]} ^ {path.name for path in paths}:
+        raise UserError(f"{min(wrong)} is missing from --input, or from {path}")
+    return manifest
 
 
 def read_token_files(paths, state):
     """Yield chunks of at most CHUNK tokens of token files from `state` on. Raises UserError for a damaged file."""
-    expected = {shard["name"]: shard["sha256"] for each in read_input_manifests(paths) for shard in each["shards"]}
+    manifest = manifest_of(paths)
+    expected = {shard["name"]: shard["sha256"] for shard in manifest["shards"]} if manifest else {}
     state = tuple(state or (0, 0))
     for i, path in enumerate(paths[state[0] :], state[0]):
         shard = open_shard(path)
@@ -172,8 +158,8 @@ def main():
     if flags.dataset == "auto" and flags.input is None:
         flags.dataset = "fineweb-edu"
     flags.out = flags.out or FOLDERS[flags.dataset]
-    part = check_flags(flags)
-    folder = ShardFolder(flags.out, part)
+    check_flags(flags)
+    folder = ShardFolder(flags.out)
     if flags.verify:
         shards = folder.verify()["shards"]
         documents, tokens = (sum(shard[name] for shard in shards) for name in ("documents", "tokens"))
@@ -181,25 +167,20 @@ def main():
         return
     try:
         with folder.lock():
-            shards = fill(folder, flags, part)
+            shards = fill(folder, flags)
     except OSError as error:
         raise UserError(
             f"cannot write {flags.out}: {error.strerror}; make room or choose another --out, and run it again"
         ) from error
     tokens = sum(shard["tokens"] for shard in shards)
-    if part:
-        print(f"{tokens:,} tokens in {flags.out}: part {flags.part}")
-        join = python_command("fineweb.py", "--input", "FOLDER/*.npy", "--out", FOLDERS[flags.dataset])
-        print(f"Next: collect the files of all parts in one FOLDER, then {join}")
-    else:
-        print(f"{tokens:,} tokens in {flags.out}: 1 validation shard, {len(shards) - 1} training shards")
-        model = ["--model", "tiny"] if tokens < SHARD_SIZE else []
-        data = [] if flags.out == "edu_fineweb10B" else ["--data_dir", flags.out]
-        print(f"Next: {python_command('train_gpt2.py', *model, *data)}")
+    print(f"{tokens:,} tokens in {flags.out}: 1 validation shard, {len(shards) - 1} training shards")
+    model = ["--model", "tiny"] if tokens < SHARD_SIZE else []
+    data = [] if flags.out == "edu_fineweb10B" else ["--data_dir", flags.out]
+    print(f"Next: {python_command('train_gpt2.py', *model, *data)}")
 
 
 def check_flags(flags):
-    """--part as (i, n), or None. Raises UserError for a value that does not work."""
+    """Raises UserError for a value that does not work."""
     for name in ("shard_size", "max_tokens", "workers"):
         if (value := getattr(flags, name)) is not None and value < 1:
             raise UserError(f"--{name} {value}: it must be at least 1")
@@ -207,25 +188,18 @@ def check_flags(flags):
         raise UserError(f"--input {flags.input}: no such files")
     if flags.input is not None and (flags.subset, flags.revision) != (Flags.subset, Flags.revision):
         raise UserError("--subset and --revision choose files on the hub: leave them out with --input")
-    if flags.part is not None:
-        i, n = map(int, flags.part.split("/")) if re.fullmatch(r"\d+/\d+", flags.part) else (0, 0)
-        if not 1 <= i <= n:
-            raise UserError(f"--part {flags.part}: it must be i/n; four parts are 1/4, 2/4, 3/4 and 4/4")
-        return i, n
     if flags.max_tokens and flags.shard_size and flags.max_tokens <= flags.shard_size:
         raise UserError(
             f"--max_tokens {flags.max_tokens}: the validation shard would take all of them; leave out --shard_size"
         )
-    return None
 
 
-def fill(folder, flags, part):
+def fill(folder, flags):
     """Write all shards that remain, and the manifest. Returns the manifest's entries; raises OSError."""
     paths, progress = start_or_continue(folder, flags)
     if not progress["shards"] or progress["state"] is not None:  # else only the manifest is missing
-        progress = write_shards(folder, progress, *open_chunks(paths, progress["state"], flags, part), flags)
-    if not part:
-        progress = check_count(folder, progress, flags)
+        progress = write_shards(folder, progress, *open_chunks(paths, progress["state"], flags), flags)
+    progress = check_count(folder, progress, flags)
     folder.finish(progress)
     return progress["shards"]
 
@@ -267,20 +241,12 @@ def start_or_continue(folder, flags):
     return paths, progress or dict(flags=own, source=source, shards=[], state=None, skip=0)
 
 
-def open_chunks(paths, state, flags, part):
+def open_chunks(paths, state, flags):
     """A generator of chunks from `state` on, and the total number of tokens, None if unknown."""
     if suffix(paths[0]) in SUFFIXES:
-        if part:
-            raise UserError("--part divides documents, and these are token files: leave it out")
         return read_token_files(paths, state), sum(path.stat().st_size for path in paths) // 2
     get_tokenizer()  # fails here with a clear error, not in every worker
     total = None if flags.input else SUBSET_TOKENS.get(flags.subset)
-    if part:
-        i, n = part
-        if n > len(paths):
-            raise UserError(f"--part {flags.part}: at most {len(paths)} parts, since a file of the source is not split")
-        paths = paths[len(paths) * (i - 1) // n : len(paths) * i // n]
-        total = total and total / n
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return tokenize_files(paths, state, flags.workers or cores), total
 

@@ -53,26 +53,21 @@ class ShardFolder:
     manifest's entries of the shards so far; and the state and skip (see split_into_shards) of the next shard.
     """
 
-    def __init__(self, path, part=None):
-        """part: (i, n) for part i of n. A part has no validation shard, and training does not open its files."""
-        tag = f"part{part[0]}of{part[1]}" if part else None
+    def __init__(self, path):
         self.path = Path(path)
-        self.splits = [tag] if part else ["val", "train"]
-        self.unfinished = self.path / (f"{tag}.{UNFINISHED}" if part else UNFINISHED)
-        self.manifest = self.path / (f"{tag}.json" if part else MANIFEST)
-        self._lock = self.path / (f"{tag}.lock" if part else "lock")
+        self.unfinished, self.manifest, self._lock = self.path / UNFINISHED, self.path / MANIFEST, self.path / "lock"
 
     def shard_path(self, index, source):
         """The path of shard `index`. source: the manifest's. Shard 0 is for validation, all others for training."""
         name = {FINEWEB_EDU: "edufineweb", FINEWEB: "fineweb"}.get(source.get("dataset"), "text")
-        return self.path / f"{name}_{self.splits[0] if index == 0 else self.splits[-1]}_{index:06d}.npy"
+        return self.path / f"{name}_{'train' if index else 'val'}_{index:06d}.npy"
 
     def shard_paths(self):
         """The shards that exist, sorted by name."""
-        return sorted(path for split in self.splits for path in list_shards(self.path, split))
+        return sorted(path for split in ("val", "train") for path in list_shards(self.path, split))
 
     def lock(self):
-        """Create the folder if needed and lock it, or this part of it: returns a file that holds the lock until closed.
+        """Create the folder if needed and lock it: returns a file that holds the lock until closed.
 
         Raises UserError if another process holds the lock; OSError.
         """

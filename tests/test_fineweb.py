@@ -135,38 +135,21 @@ def test_changed_missing_and_additional_files(command, documents, tmp_path):
     expect_error(command("fineweb.py", "--out", "d", "--verify"), "shards.json", "No such file")
 
 
-def test_parts_join_to_the_shards_of_one_call(command, documents, tmp_path):
+def test_shards_are_cut_again_into_another_size(command, documents, tmp_path):
     arguments = ("--input", "docs*", "--dataset", "fineweb", "--shard_size", 333)
     assert command("fineweb.py", *arguments, "--out", "single").returncode == 0
-    (tmp_path / "parts").mkdir()
-    with lock(tmp_path / "parts" / "part2of2.lock"):  # another call is writing the other part
-        done = command("fineweb.py", *arguments, "--out", "parts", "--part", "1/2")
-    assert "--input 'FOLDER/*.npy' --out fineweb10B" in done.stdout, done.stderr
-    with pytest.raises(UserError, match="no train shards"):
-        open_shards(tmp_path / "parts", "train")
-    join = ("fineweb.py", "--input", "parts/*.npy", "--out", "joined", "--shard_size", 333)
-    expect_error(command(*join), "part2of2.json", "No such file")
-    assert command("fineweb.py", *arguments, "--out", "parts", "--part", "2/2", "--shard_size", 100).returncode == 0
-    assert command("fineweb.py", "--out", "parts", "--part", "2/2", "--verify").returncode == 0
-    assert command(*join).returncode == 0
-    assert contents(tmp_path / "joined") == contents(tmp_path / "single")
-
-    # shards can be cut again into another size
-    again = command("fineweb.py", "--input", "single/*.npy", "--out", "larger", "--shard_size", 1000)
-    assert again.returncode == 0, again.stderr
+    again = ("fineweb.py", "--input", "single/*.npy", "--shard_size", 1000)
+    done = command(*again, "--out", "larger")
+    assert done.returncode == 0, done.stderr
     assert np.array_equal(read_all(tmp_path / "single"), read_all(tmp_path / "larger"))
     assert len(open_shards(tmp_path / "larger", "val")[0]) == 1000
-
-    path = tmp_path / "parts" / "fineweb_part2of2_000001.npy"
+    sources = [json.loads((tmp_path / name / "shards.json").read_text())["source"] for name in ("single", "larger")]
+    assert sources[0] == sources[1] and sources[0]["dataset"] == "HuggingFaceFW/fineweb"
+    path = tmp_path / "single" / "fineweb_train_000001.npy"
     path.write_bytes(path.read_bytes()[:-2] + b"\0\0")
-    expect_error(command(*join[:-4], "--out", "other", "--shard_size", 333), f"{path.name} is damaged")
+    expect_error(command(*again, "--out", "other"), f"{path.name} is damaged")
     path.unlink()
-    expect_error(command(*join[:-4], "--out", "another", "--shard_size", 333), path.name)
-    for part in ("0/2", "3/2", "1", "x/y"):
-        expect_error(command("fineweb.py", *arguments, "--part", part), f"--part {part}")
-    expect_error(command("fineweb.py", *arguments, "--out", "four", "--part", "1/4"), "at most 3 parts")
-    tokens = ("--input", "single/*.npy", "--out", "four", "--part", "1/2")
-    expect_error(command("fineweb.py", *tokens), "--part divides documents, and these are token files")
+    expect_error(command(*again, "--out", "another"), f"{path.name} is missing from --input")
 
 
 def test_the_command(command, documents, tmp_path):
