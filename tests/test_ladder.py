@@ -12,6 +12,7 @@ import torch
 from conftest import ROOT, TINY, expect_error, metrics
 
 import ladder
+from common import cli
 from common.errors import UserError
 from config import SETTLING_STEPS, Config, defaults
 from measure import child_run
