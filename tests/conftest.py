@@ -1,19 +1,22 @@
 """Small real work for the tests: a corpus of a few documents in shards, and the training run as a child process."""
 
+import atexit
 import contextlib
-import faulthandler
+import functools
+import gc
+import importlib
+import io
 import json
-import multiprocessing
-import multiprocessing.connection
 import os
 import random
-import runpy
+import select
+import shlex
 import shutil
 import signal
 import socket
 import subprocess
 import sys
-import traceback
+import tempfile
 from pathlib import Path
 
 os.environ.update(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1")  # read by what is imported below
@@ -21,8 +24,10 @@ os.environ.update(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1")  # read by what is im
 import numpy as np
 import pytest
 import torch
+from fork_server import PYTHON, TIMEOUT, Fork, adopt_orphans, end_descendants
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from common import cli
 from common.device import missing_package
 from data.shards import write_shard
 from data.tokenizer import END_OF_TEXT
@@ -37,12 +42,7 @@ if not torch.cuda.is_available():
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
-# Most commands run in forks of one process that has imported what they need: seconds less for each
-FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload(["tests.preload"])
-
 ROOT = Path(__file__).parent.parent
-TIMEOUT = 240  # seconds for one command
 TINY = (
     "--n_layer 2 --n_head 2 --n_embd 32 --seq_len 32 --total_batch_size 256 --micro_batch_size 4 --max_steps 3 "
     "--warmup_steps 2 --lr 1e-3 --device cpu --no_compile --autocast off --wandb disabled --val_every 0 "
@@ -52,6 +52,17 @@ TINY = (
 
 ALONE = Distributed(0, 1, torch.device("cpu"))
 WORDS = "the man then woman sits down on a chair and starts to read his book while dog runs past it quickly".split()
+
+
+def pytest_runtest_setup(item):
+    """Skip tests with the marker gpu where there is none, see pyproject.toml."""
+    for mark in item.iter_markers("gpu"):
+        if mark.kwargs.get("cpu_too"):
+            continue
+        if not torch.cuda.is_available():
+            pytest.skip("needs an NVIDIA GPU")
+        if mark.kwargs.get("hopper") and torch.cuda.get_device_capability()[0] != 9:
+            pytest.skip("needs a Hopper GPU")
 
 
 def skip_without_flash4():
@@ -156,66 +167,54 @@ def corpus(tmp_path):
     return folder
 
 
+# ----------------------------------------------------------------------------------------------------------------------
+# Processes
+
+
+BEGUN = []  # forks of the running test: one that nobody refers to would be killed
+
+
+@functools.cache
+def fork_server():
+    """Start the server of tests/fork_server.py, which ends with this process; returns its process and its socket."""
+    folder = Path(tempfile.mkdtemp())
+    atexit.register(shutil.rmtree, folder)
+    path, code = folder / "socket", ROOT / "tests" / "fork_server.py"
+    python = folder / PYTHON
+    words = [sys.executable, "-IS", code, "launch", path, sys.executable]
+    python.write_text(f'#!/bin/sh\nexec {shlex.join(map(str, words))} "$@"\n')
+    python.chmod(0o755)
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(path))
+        listener.listen(128)
+        number = listener.fileno()
+        command = [sys.executable, code, "main", path, str(number)]
+        environment = os.environ | dict(PYTHONPATH=str(ROOT))
+        server = subprocess.Popen(command, stdin=subprocess.PIPE, env=environment, pass_fds=[number])
+    return server, path
+
+
 def begin(args, folder, outputs, env=None):
     """Begin what `python ARGS` does in a folder, its standard output and error added to two files; returns the process,
-    a fork."""
-    process = FORKS.Process(target=run_in, args=(list(map(str, args)), folder, outputs, env or {}))
-    process.start()
-    return process
+    a fork. It is killed when the test ends."""
+    paths = [(os.devnull, os.O_RDONLY), *((path, os.O_WRONLY | os.O_CREAT | os.O_APPEND) for path in outputs)]
+    files = [os.open(*path) for path in paths]
+    try:
+        BEGUN.append(Fork(fork_server()[1], args, folder, files, os.environ | (env or {})))
+        return BEGUN[-1]
+    finally:
+        for number in files:
+            os.close(number)
 
 
-def run_in(args, folder, outputs, env):
-    for number, path in enumerate(outputs, 1):
-        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
-    faulthandler.dump_traceback_later(TIMEOUT - 20, file=2)  # says where it hangs
-    os.environ.update(env)
-    os.chdir(folder)
-    subprocess.Popen.__init__ = fork_training
-    run_python(args)
-
-
-def run_python(args):
-    # the streams of this process's parent were made for files, and would seek, which a pipe cannot
-    encoding = sys.stdout.encoding
-    sys.stdout, sys.stderr = (open(number, "w", 1, encoding, closefd=False) for number in (1, 2))
-    if args[0] == "-m":
-        sys.argv = args[1:]
-        runpy.run_module(args[1], run_name="__main__", alter_sys=True)
-    else:
-        sys.argv = args
-        runpy.run_path(args[0], run_name="__main__")
-
-
-def fork_training(process, args, popen=subprocess.Popen.__init__, **kwargs):
-    """subprocess.Popen(), but train_gpt2.py, also under torchrun, runs in a fork of this process."""
-
-    def run():
-        # no file of the parent stays open: Popen() waits until this process closes its end of a pipe
-        null = os.open(os.devnull, os.O_RDWR)
-        for number in map(int, os.listdir("/dev/fd")):
-            if number not in (0, 1, 2, null):
-                # not closed: a new file would get the number, and the parent's objects would close it when they go
-                os.dup2(null, number, inheritable=False)
-        os.environ.clear()
-        os.environ.update(kwargs["env"])
-        for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
-            signal.signal(number, signal.SIG_DFL)
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        code = 1
-        try:
-            run_python([arg for arg in args[1:] if arg != "-u"])
-            code = 0
-        except SystemExit as end:
-            code = end.code if isinstance(end.code, int) else int(end.code is not None)
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            sys.stdout.flush()
-            os._exit(code)
-
-    if str(ROOT / "train_gpt2.py") in args:
-        kwargs["preexec_fn"] = run  # before the command would begin, which it never does
-    popen(process, args, **kwargs)
+@pytest.fixture(autouse=True)
+def no_process_stays():
+    """What a test has started ends with it, also when the test fails."""
+    adopt_orphans()
+    yield
+    BEGUN.clear()
+    keep = [fork_server()[0].pid] if fork_server.cache_info().currsize else []
+    end_descendants(os.getpid(), keep)
 
 
 def free_port():
@@ -248,32 +247,73 @@ def command(tmp_path, tmp_path_factory):
         for rank in range(ranks):
             own = everybody | dict(RANK=rank, LOCAL_RANK=rank) if ranks > 1 else {}
             processes.append(begin(command, tmp_path, outputs, {name: str(value) for name, value in own.items()}))
-        running = list(processes)
-        while running:
-            ended = multiprocessing.connection.wait([process.sentinel for process in running], timeout=TIMEOUT)
-            running = [process for process in running if process.sentinel not in ended]
-            if not ended or any(process.exitcode for process in processes if process not in running):
+        while running := [process for process in processes if process.poll() is None]:
+            if any(process.returncode for process in processes):
                 for process in running:
-                    process.terminate() if ended else process.kill()
+                    process.send_signal(signal.SIGTERM)
+            ended = select.select(running, [], [], TIMEOUT)[0]
             assert ended, f"still running after {TIMEOUT} s\n" + "".join(path.read_text() for path in outputs)
-        code = next((process.exitcode for process in processes if process.exitcode), 0)
+        code = next((process.returncode for process in processes if process.returncode), 0)
         return subprocess.CompletedProcess(command, code, *(path.read_text() for path in outputs))
 
     return call
 
 
 @pytest.fixture
-def train(command, corpus, tmp_path):
+def call_main(tmp_path, monkeypatch):
+    """What a command does when it is called in this process, for errors that a command ends with: in a tenth of the
+    time that `command` takes. Returns what `command` does.
+
+    script: one of the project's scripts, or "-m" and a module. An exception that is no UserError is the test's.
+    """
+
+    def call(script, *args):
+        name, args = (args[0], args[1:]) if script == "-m" else (script.removesuffix(".py").replace("/", "."), args)
+        main = importlib.import_module(name).main
+        streams = [io.TextIOWrapper(io.BytesIO(), "utf-8") for _ in range(2)]
+        signals = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1]
+        handlers = list(map(signal.getsignal, signals))
+        precision, code = torch.get_float32_matmul_precision(), 0
+        gc.freeze()  # the collection below visits what the command made
+        try:
+            with monkeypatch.context() as patch:
+                patch.setattr(sys, "argv", [script, *map(str, args)])
+                patch.setattr(sys, "stdout", streams[0])
+                patch.setattr(sys, "stderr", streams[1])
+                patch.chdir(tmp_path)
+                cli.run(main)
+        except SystemExit as end:
+            code = end.code
+        finally:
+            for number, handler in zip(signals, handlers):
+                signal.signal(number, handler)
+            torch.set_float32_matmul_precision(precision)
+            torch.use_deterministic_algorithms(False)
+            if torch.distributed.is_initialized():
+                torch.distributed.destroy_process_group()
+            gc.collect()  # files of the command, open and locked, that its error's traceback refers to
+            gc.unfreeze()
+        texts = [stream.buffer.getvalue().decode() for stream in streams if not stream.flush()]
+        return subprocess.CompletedProcess([script, *args], code, *texts)
+
+    return call
+
+
+@pytest.fixture
+def train(command, call_main, corpus, tmp_path):
     """Train a tiny GPT-2 on the corpus; returns its run folder, in which output.txt is what it printed.
 
-    drop: flags of TINY to leave out. fails=True expects no run, and returns the finished process.
+    drop: flags of TINY to leave out. fails=True expects an error, and returns what `command` does; on one rank the
+    command is called in this process.
     """
 
     def call(name, *args, drop="", fails=False, script="train_gpt2.py", **kwargs):
         flags = list(TINY)
         for flag in drop.split():
             del flags[flags.index(flag) : flags.index(flag) + 2]
-        done = command(script, *flags, "--data_dir", corpus, "--run_name", name, *args, **kwargs)
+        here = fails and not kwargs and (ROOT / script).parent == ROOT
+        begin = call_main if here else command
+        done = begin(script, *flags, "--data_dir", corpus, "--run_name", name, *args, **kwargs)
         if fails:
             return done
         assert done.returncode == 0, done.stdout + done.stderr

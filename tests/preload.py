@@ -2,6 +2,7 @@
 
 import atexit
 import gc
+import multiprocessing.spawn  # noqa: F401  it keeps sys.executable
 
 import matplotlib.backends.backend_agg  # noqa: F401
 import matplotlib.figure  # noqa: F401

@@ -1,5 +1,6 @@
 """Nothing lost: trainings that are killed, stopped, starved of disk, or go wrong, and what is left of them."""
 
+import contextlib
 import filecmp
 import json
 import os
@@ -49,7 +50,7 @@ def wait_until(condition, process, errors):
     """Wait for something that a training in the background does."""
     deadline = time.monotonic() + 60
     while not condition():
-        assert process.is_alive() and time.monotonic() < deadline, errors.read_text()
+        assert process.poll() is None and time.monotonic() < deadline, errors.read_text()
         time.sleep(0.02)
 
 
@@ -90,16 +91,17 @@ def test_killed_at_random_moments(train, corpus, tmp_path, flags):
         for path in run.glob("checkpoint_*.unfinished"):
             (path / "torn").touch()
         process, _, errors = fork(tmp_path, [*command, "--run_name", run.name])
-        process.join(moments.uniform(0, 2.0) if killed < KILLS else 120)
-        while killed % 2 and process.is_alive() and not writing(run):
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(moments.uniform(0, 2.0) if killed < KILLS else 120)
+        while killed % 2 and process.poll() is None and not writing(run):
             time.sleep(0.001)
-        if process.exitcode is None:
+        if process.poll() is None:
             process.kill()
-            process.join()
+            process.wait()
             killed += 1
             in_checkpoints += writing(run)
             continue
-        assert process.exitcode == 0, errors.read_text()
+        assert process.returncode == 0, errors.read_text()
         runs += 1
         if killed >= KILLS:
             break
@@ -142,8 +144,8 @@ def test_a_signal_during_the_first_step_ends_at_once(tmp_path, corpus, train, nu
     wait_until(lambda: output.exists() and "\nwatch " in output.read_text(), process, errors)
     time.sleep(0.5)
     os.kill(process.pid, number)
-    process.join(10)
-    assert process.exitcode == code and "step     0" not in output.read_text()
+    process.wait(10)
+    assert process.returncode == code and "step     0" not in output.read_text()
     assert errors.read_text() == ("interrupted\n" if code == 130 else "")
     train("compiling")
 
@@ -157,8 +159,8 @@ def test_a_signal_saves_and_ends_well(tmp_path, corpus, number, flags):
     run = tmp_path / "log" / "stopped"
     wait_until(lambda: has_checkpoint(run), process, errors)
     os.kill(process.pid, number)
-    process.join(60)
-    assert process.exitcode == 0, errors.read_text()
+    process.wait(60)
+    assert process.returncode == 0, errors.read_text()
     out = output.read_text()
     newest = max(run.glob("checkpoint_??????"))
     step = int(newest.name[-6:])
@@ -196,8 +198,8 @@ def test_a_wandb_that_dies_is_not_missed(tmp_path, corpus):
         os.kill(child, signal.SIGKILL)
     wait_until(lambda: "wandb run failed" in output.read_text(), process, errors)
     os.kill(process.pid, signal.SIGTERM)
-    process.join(60)
-    assert process.exitcode == 0 and "to continue from" in output.read_text()
+    process.wait(60)
+    assert process.returncode == 0 and "to continue from" in output.read_text()
     assert output.read_text().count("wandb run failed") == 1 and "Traceback" not in errors.read_text()
 
 
@@ -205,12 +207,14 @@ def test_ctrl_c_that_also_ends_who_reads_the_output(tmp_path, corpus):
     """As in `train_gpt2.py 2>&1 | tee out.txt`: all is saved."""
     flags = [*longer(100_000), "--data_dir", "corpus", "--run_name", "tee", "--checkpoint_every", "100000"]
     os.mkfifo(pipe := tmp_path / "pipe")
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)  # otherwise it would wait for a writer, and the writer for it
+    os.set_blocking(reader, True)
     process = begin([ROOT / "train_gpt2.py", *flags], tmp_path, [pipe, pipe])
-    with open(pipe, "rb") as output:
+    with open(reader, "rb") as output:
         assert any(b"step     3/" in line for line in output)
     os.kill(process.pid, signal.SIGINT)
-    process.join(60)
-    assert process.exitcode == 0
+    process.wait(60)
+    assert process.returncode == 0
     assert len(list((tmp_path / "log" / "tee").glob("checkpoint_*"))) == 1
 
 
@@ -278,8 +282,8 @@ def test_a_rank_that_dies_is_replaced(tmp_path, corpus, train):
     process, output, errors = fork(tmp_path, long_run("restarted", 12, *MUON), launcher)
     wait_until(lambda: has_checkpoint(tmp_path / "log" / "restarted"), process, errors)
     os.kill(children(process)[0], signal.SIGKILL)
-    process.join(120)
-    assert process.exitcode == 0, errors.read_text()
+    process.wait(120)
+    assert process.returncode == 0, errors.read_text()
     assert "resumed from log/restarted/checkpoint_" in output.read_text()
     same(tmp_path / "log" / "restarted", whole, 12)
 
