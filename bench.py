@@ -13,11 +13,10 @@ from dataclasses import dataclass, replace
 import torch
 from tqdm import trange
 
-from common.cli import given, parse, run
+from common.cli import run
 from common.device import be_deterministic
 from common.errors import UserError, out_of_memory
-from common.peer_flags import HINTS
-from config import GROUPS, SETTLING_STEPS, Config, defaults, refuse_unavailable_flags, resolve
+from config import GROUPS, SETTLING_STEPS, Config, read_command_line, refuse_unavailable_flags, resolve
 from data.tokenizer import END_OF_TEXT
 from kernels.documents import find_offsets, move_offsets
 from parallel import fsdp, pipeline, process_group
@@ -48,8 +47,7 @@ class BenchConfig(Timing, Config):
 
 
 def main():
-    typed = given(BenchConfig, HINTS)
-    config = parse(BenchConfig, default=BenchConfig(**vars(defaults(typed))))
+    config, typed = read_command_line(BenchConfig)
     if config.steps < 1:
         raise UserError(f"--steps {config.steps}: it must be at least 1")
     if config.profile or config.memory_snapshot:

@@ -10,7 +10,7 @@ import tyro
 
 from checkpoints.run_folder import flags_file_of
 from common import flag_file
-from common.cli import check_bounds, flag
+from common.cli import check_bounds, flag, given, parse
 from common.errors import Note, UserError
 from common.peer_flags import HINTS
 from optim import recipes, schedules
@@ -249,6 +249,12 @@ class Config(*reversed(GROUPS)):
     """
 
     GROUPS = GROUPS
+
+
+def read_command_line(flags_type=Config):
+    """(flags, typed): an instance of flags_type, a Config; the flags that are on the command line, {name: value}."""
+    typed = given(flags_type, HINTS)
+    return parse(flags_type, flags_type(**vars(defaults(typed)))), typed
 
 
 def defaults(typed):

@@ -20,13 +20,12 @@ import torch
 
 from checkpoints import load, resume
 from checkpoints.checkpointer import MAX_BAD_STEPS, Checkpointer
-from common.cli import flags_with, given, parse, run
+from common.cli import run
 from common.device import be_deterministic
 from common.dtensors import fill
 from common.errors import out_of_memory
-from common.peer_flags import HINTS
 from common.signals import Stopped, StopSignal
-from config import Config, defaults, refuse_unavailable_flags, resolve
+from config import Config, read_command_line, refuse_unavailable_flags, resolve
 from data import demo
 from data.loader import Loader, open_streams
 from evaluation import bits_per_byte, validation_loss
@@ -50,8 +49,7 @@ from watch.run_log import RunLog
 
 
 def main():
-    typed = given(Config, HINTS)  # the flags on the command line
-    config = parse(Config, default=defaults(typed))
+    config, typed = read_command_line()
     if config.ladder:
         from ladder import climb  # measures: no run imports it
 
@@ -192,7 +190,7 @@ def train(flags, distributed, typed):
     start = resume.find_start(flags, distributed)
     config, notes = resolve(flags, distributed, free_memory(distributed), start.sizes, start.resumed, start.step)
     refuse_unavailable_flags(typed, notes)
-    notes += resume.changed_flags(start, config, distributed.world_size, flags_with(Config, report=True))
+    notes += resume.changed_flags(start, config, distributed.world_size)
     if config.demo:
         distributed.on_main(lambda: demo.make_data(config.data_dir))
     train_stream, val_stream, data = open_streams(config)

@@ -6,7 +6,7 @@ from pathlib import Path
 from checkpoints import load, pieces
 from checkpoints.run_folder import TRAINING, facts_of, folder_of, lock, named_run, run_of, run_of_this_launch
 from checkpoints.save import modules_with_scales, set_random_state
-from common.cli import from_here
+from common.cli import flags_with, from_here
 from common.errors import Note, UserError, word
 from data.shards import MANIFEST, first_difference
 from model import GPTConfig
@@ -98,15 +98,16 @@ def existing_run(config):
     return name, config.resume == "auto" or name == restarted or repeated
 
 
-def changed_flags(start, config, world_size, flags):
-    """Notes about the flags among `flags` whose value differs from the checkpoint's.
+def changed_flags(start, config, world_size):
+    """Notes about the flags that change a run's results and whose value differs from the checkpoint's.
 
     With batch_warmup_steps the batch grows from micro_batch_size and the number of ranks, so these count as well.
     """
     if not start.resumed:
         return []
+    flags = flags_with(type(config), report=True)
     if config.batch_warmup_steps:
-        flags = {*flags, "micro_batch_size", "world_size", "tensor", "context"}
+        flags |= {"micro_batch_size", "world_size", "tensor", "context"}
     before, now = start.training["run"], vars(config) | dict(world_size=world_size)
     changed = [name for name in now if name in flags and name in before and before[name] != now[name]]
     notes = [Note(name, now[name], f"the checkpoint was made with {word(before[name])}") for name in changed]

@@ -11,7 +11,6 @@ from conftest import ALONE, logged
 from safetensors.torch import load_file, save_file
 
 from checkpoints import load, resume, save
-from common.cli import flags_with
 from common.dtensors import fill, full_tensor
 from common.errors import UserError
 from common.files import digest
@@ -117,7 +116,7 @@ def test_fp8_can_be_turned_off_and_on(group, checkpoint, layout):
 
 def test_the_plan_says_that_fp8_was_turned_off(checkpoint):
     start = resume.Start(checkpoint, TRAINING | dict(run=dict(fp8=True)), None, None)
-    notes = resume.changed_flags(start, Config(fp8=False), 1, flags_with(Config, report=True))
+    notes = resume.changed_flags(start, Config(fp8=False), 1)
     assert [str(note) for note in notes] == ["fp8 is off: the checkpoint was made with on"]
 
 

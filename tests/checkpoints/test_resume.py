@@ -9,7 +9,6 @@ import pytest
 from conftest import ROOT, expect_error, logged, metrics, write_corpus
 
 from checkpoints import resume, run_folder
-from common.cli import flags_with
 from common.errors import UserError
 from config import Config
 from data.loader import open_streams
@@ -21,11 +20,11 @@ def test_what_changed_since_the_checkpoint_is_said(tmp_path):
     config = Config(lr=1e-3, val_every=7, compile=False)
     made_by = vars(Config()) | dict(world_size=1)
     start = resume.Start(tmp_path, dict(step=0, run=made_by), None, None)
-    notes = resume.changed_flags(start, config, 2, flags_with(Config, report=True))
+    notes = resume.changed_flags(start, config, 2)
     assert [str(note) for note in notes] == ["lr is 0.001: the checkpoint was made with 0.0006"]
     growing = dataclasses.replace(config, lr=6e-4, batch_warmup_steps=3)  # then the batch depends on the ranks
     made_by["batch_warmup_steps"] = 3
-    notes = resume.changed_flags(start, growing, 2, flags_with(Config, report=True))
+    notes = resume.changed_flags(start, growing, 2)
     assert [str(note) for note in notes] == ["world_size is 2: the checkpoint was made with 1"]
 
 
