@@ -13,9 +13,8 @@ from dataclasses import dataclass, replace
 import torch
 from tqdm import trange
 
-from common.cli import run
 from common.device import be_deterministic
-from common.errors import UserError, out_of_memory
+from common.errors import UserError, out_of_memory, run
 from config import GROUPS, SETTLING_STEPS, Config, read_command_line, refuse_unavailable_flags, resolve
 from data.tokenizer import END_OF_TEXT
 from kernels.documents import find_offsets, move_offsets

@@ -21,8 +21,8 @@ from safetensors import SafetensorError
 
 from checkpoints import hugging_face
 from checkpoints.load import load_model
-from common.cli import parse, run
-from common.errors import UserError, first_line, out_of_memory
+from common.cli import parse
+from common.errors import UserError, first_line, out_of_memory, run
 from data.tokenizer import save_tokenizer
 
 

@@ -22,8 +22,8 @@ from typing import Literal
 
 from tqdm import tqdm
 
-from common.cli import parse, python_command, run
-from common.errors import UserError, first_line
+from common.cli import parse, python_command
+from common.errors import UserError, first_line, run
 from common.files import digest, regular_file
 from common.hub import check_hub, hub_errors
 from data.documents import FORMATS, reading, suffix, tokenize_files

@@ -20,8 +20,8 @@ import torch
 import tyro
 
 from checkpoints.load import load_model, locate
-from common.cli import parse, run
-from common.errors import UserError, first_line, out_of_memory
+from common.cli import parse
+from common.errors import UserError, first_line, out_of_memory, run
 from common.files import check_fields, open_regular, parse_json
 from common.hub import check_hub, hub_errors
 from common.progress import progress

@@ -21,9 +21,9 @@ from functools import partial
 import torch
 from tqdm import tqdm
 
-from common.cli import check_bounds, given, parse, run
+from common.cli import check_bounds, given, parse
 from common.device import choose_device_type
-from common.errors import Note, UserError
+from common.errors import Note, UserError, run
 from common.peer_flags import HINTS
 from config import GROUPS, SETTLING_STEPS, Config, command_line, defaults
 from data.shards import open_shards

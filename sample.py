@@ -17,8 +17,8 @@ import torch.nn.functional as F
 import tyro
 
 from checkpoints.load import load_model
-from common.cli import parse, run
-from common.errors import UserError, out_of_memory
+from common.cli import parse
+from common.errors import UserError, out_of_memory, run
 from common.progress import progress
 from common.signals import Stopped
 from data.tokenizer import END_OF_TEXT, get_tokenizer

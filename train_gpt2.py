@@ -20,10 +20,9 @@ import torch
 
 from checkpoints import load, resume
 from checkpoints.checkpointer import MAX_BAD_STEPS, Checkpointer
-from common.cli import run
 from common.device import be_deterministic
 from common.dtensors import fill
-from common.errors import out_of_memory
+from common.errors import out_of_memory, run
 from common.signals import Stopped, StopSignal
 from config import Config, read_command_line, refuse_unavailable_flags, resolve
 from data import demo

@@ -1,54 +1,21 @@
-"""The command line: flags from a dataclass, and one-line messages for errors that a person can fix."""
+"""The command line: flags from a dataclass, and commands to type."""
 
 import contextlib
 import dataclasses
 import difflib
-import errno
-import gc
 import io
 import itertools
 import math
 import operator
-import os
 import shlex
 import shutil
-import signal
 import sys
-import time
 import typing
 from pathlib import Path
 
-from common import interrupt
 from common.errors import UserError
 
 ROOT = Path(__file__).parent.parent
-
-
-class Console:
-    """Standard output or error that may go away: a closed terminal, a pipe without a reader, a full disk.
-
-    Output from then on is dropped, and the program goes on.
-    """
-
-    def __init__(self, stream):
-        self._stream = stream
-
-    def write(self, text):
-        return self._try(self._stream.write, text)
-
-    def flush(self):
-        self._try(self._stream.flush)
-
-    def _try(self, function, *arguments):
-        try:
-            return function(*arguments)
-        except OSError:
-            null = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(null, self._stream.fileno())  # the stream's buffer is dropped too
-            os.close(null)
-
-    def __getattr__(self, name):
-        return getattr(self._stream, name)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -200,54 +167,3 @@ def from_here(path):
     """A path as it is typed in the current folder: relative if it lies below."""
     path, here = Path(path), Path.cwd()
     return path.relative_to(here) if path.is_relative_to(here) else path
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Errors
-
-
-# What gloo and NCCL say on the ranks that are left
-PEER_IS_GONE = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "remote process exited")
-
-
-def run(main):
-    """Call main(). A UserError, a full disk or another rank's end prints one line on standard error and ends with exit
-    code 1, Ctrl-C with 130."""
-    while (spare := os.open(os.devnull, os.O_RDWR)) < 3:
-        pass  # the caller closed a standard stream, as >&- does: no other file may get its number
-    os.close(spare)
-    for name in ("stdout", "stderr"):
-        stream = getattr(sys, name) or open(os.devnull, "w")
-        # flush every line, also into a pipe; escape characters that the encoding lacks
-        stream.reconfigure(line_buffering=True, errors="backslashreplace")
-        setattr(sys, name, Console(stream))
-    if signal.getsignal(signal.SIGINT) == interrupt.end:  # the imports are over
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-    if not gc.isenabled():
-        gc.freeze()  # no collection visits the modules, neither in training nor at exit
-        gc.enable()
-    several_ranks = os.environ.get("WORLD_SIZE", "1") != "1"
-    try:
-        main()
-    except (UserError, OSError, RuntimeError) as error:
-        if isinstance(error, RuntimeError):
-            sign = next((sign for sign in PEER_IS_GONE if sign in str(error)), None)
-            if sign is None or not several_ranks:
-                raise
-            error = f"another rank has ended ({sign}): its own output, or torchrun's summary, says why"
-        elif isinstance(error, OSError):
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-                raise
-            error = f"cannot write {error.filename or 'a file'}: {error.strerror}"
-        rank = os.environ.get("RANK", "0")
-        if rank != "0":
-            time.sleep(5)  # rank 0 usually prints the same error, and torchrun then ends this rank
-        print(f"error{f' (rank {rank})' if rank != '0' else ''}: {error}", file=sys.stderr, flush=True)
-        if several_ranks:
-            # let gloo's thread release its tensors: during interpreter shutdown that ends with SIGABRT.
-            # Destroying the group could wait for ranks that never answer.
-            time.sleep(0.2)
-        sys.exit(1)
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        sys.exit(130)  # 128 + SIGINT

@@ -1,6 +1,6 @@
 """Ctrl-C during imports and compilation: one line and exit code 130. Every command imports this module first.
 
-A KeyboardInterrupt there may abort the process (pybind11) or get lost. After the imports common.cli.run() restores
+A KeyboardInterrupt there may abort the process (pybind11) or get lost. After the imports common.errors.run() restores
 Python's own handler, and the garbage collection that is off during imports.
 """
 

@@ -19,9 +19,9 @@ import torch.nn.functional as F
 from torch.nn.attention import sdpa_kernel
 from tqdm import tqdm
 
-from common.cli import parse, run
+from common.cli import parse
 from common.device import missing_package
-from common.errors import UserError, first_line, is_out_of_memory
+from common.errors import UserError, first_line, is_out_of_memory, run
 from kernels import flash4
 from kernels.documents import NO_BOUNDARIES, Documents, document_attention, find_hidden, find_offsets
 from kernels.sdpa import BACKENDS

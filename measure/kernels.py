@@ -20,9 +20,9 @@ import torch
 import torch.nn.functional as F
 from tqdm import tqdm
 
-from common.cli import parse, run
+from common.cli import parse
 from common.device import missing_compiler, missing_package
-from common.errors import UserError, first_line, is_out_of_memory
+from common.errors import UserError, first_line, is_out_of_memory, run
 from measure import figures
 from measure.child_run import OUT_OF_MEMORY, prepare, save
 from measure.roofline import memory_bandwidth

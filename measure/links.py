@@ -20,8 +20,8 @@ import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
-from common.cli import parse, run
-from common.errors import UserError, out_of_memory
+from common.cli import parse
+from common.errors import UserError, out_of_memory, run
 from config import SIZES, Config, refuse_unavailable_flags, resolve
 from measure import communication, figures
 from measure.child_run import prepare, save

@@ -27,7 +27,7 @@ import torch
 from fork_server import PYTHON, TIMEOUT, Fork, adopt_orphans, end_descendants
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from common import cli
+from common import errors
 from common.device import missing_package
 from data.shards import write_shard
 from data.tokenizer import END_OF_TEXT
@@ -281,7 +281,7 @@ def call_main(tmp_path, monkeypatch):
                 patch.setattr(sys, "stdout", streams[0])
                 patch.setattr(sys, "stderr", streams[1])
                 patch.chdir(tmp_path)
-                cli.run(main)
+                errors.run(main)
         except SystemExit as end:
             code = end.code
         finally:

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from transformers import GPT2LMHeadModel
 
 from checkpoints import load
-from common import cli, interrupt
+from common import errors, interrupt
 from data.shards import open_shards
 from hellaswag import MultipleChoice, load_items
 
@@ -254,7 +254,7 @@ def test_ctrl_c_after_the_imports(monkeypatch, capsys):
 
     try:
         with pytest.raises(SystemExit) as end:
-            cli.run(main)
+            errors.run(main)
     finally:
         signal.signal(signal.SIGINT, before)
     assert end.value.code == 130 and capsys.readouterr().err == "interrupted\n" and cleaned

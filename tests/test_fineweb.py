@@ -264,14 +264,14 @@ def test_an_interrupted_call_continues(command, documents, tmp_path, shard_size,
     script.write_text(
         f"import os, sys; sys.path.insert(0, {str(ROOT)!r})\n"
         "import fineweb\n"
-        "from common import cli\n"
+        "from common import errors\n"
         "from data import shard_folder\n"
         "if __name__ == '__main__':\n"
         "    write, manifest = shard_folder.write_shard, shard_folder.ShardFolder.finish\n"
         "    die = lambda *_: os._exit(9)\n"
         f"    shard_folder.write_shard = lambda path, _: (die if '{after:0>6}' in path.name else write)(path, _)\n"
         f"    shard_folder.ShardFolder.finish = die if {after == 'end'} else manifest\n"
-        "    cli.run(fineweb.main)\n"
+        "    errors.run(fineweb.main)\n"
     )
     assert command(script, *arguments, "--out", "parts").returncode == 9
     with pytest.raises(UserError, match="parts is not complete"):

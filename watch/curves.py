@@ -16,8 +16,8 @@ from typing import Annotated
 import tyro
 
 from checkpoints.run_folder import facts_of
-from common.cli import parse, run
-from common.errors import UserError
+from common.cli import parse
+from common.errors import UserError, run
 from data.shards import FINEWEB_EDU
 
 # Validation loss and HellaSwag acc_norm of OpenAI's GPT-2 124M, as build-nanogpt measured them

@@ -16,7 +16,7 @@ import torch
 from conftest import ROOT, TINY, begin, expect_error, logged, metrics
 
 from checkpoints import load
-from common import cli, errors
+from common import errors
 
 EVERY_3 = ("--checkpoint_every", 3, "--val_every", 4)
 
@@ -174,8 +174,8 @@ def test_an_output_that_goes_away_is_not_missed():
     """A full disk under it, a pipe that nobody reads any more, an encoding without the character, a closed one."""
     read, write = os.pipe()
     os.close(read)
-    script = "import sys; from common import cli; "
-    script += "cli.run(lambda: [print('step 0 \\u0101') for _ in range(3)] and sys.stderr.write('end'))"
+    script = "import sys; from common import errors; "
+    script += "errors.run(lambda: [print('step 0 \\u0101') for _ in range(3)] and sys.stderr.write('end'))"
     for output in (os.open("/dev/full", os.O_WRONLY), write, os.open("/dev/null", os.O_WRONLY)):
         environment = os.environ | dict(PYTHONIOENCODING="ascii")
         done = subprocess.run(
@@ -183,7 +183,7 @@ def test_an_output_that_goes_away_is_not_missed():
         )
         os.close(output)
         assert (done.returncode, done.stderr) == (0, b"end")
-    closed = "import os; from common import cli; cli.run(lambda: (print('step 0'), os._exit(os.dup(1))))"
+    closed = "import os; from common import errors; errors.run(lambda: (print('step 0'), os._exit(os.dup(1))))"
     shell = 'exec "$0" -c "$1" <&- >&- 2>&-'
     code = subprocess.run(["sh", "-c", shell, sys.executable, closed], cwd=ROOT, timeout=60).returncode
     assert code > 2  # a file opened now is none of the standard streams
@@ -240,9 +240,9 @@ def test_a_full_disk_leaves_the_checkpoint_before(tmp_path, corpus, train):
 
     script = tmp_path / "limited.py"
     script.write_text(
-        "import resource\nfrom common import cli\nimport train_gpt2\n"
+        "import resource\nfrom common import errors\nimport train_gpt2\n"
         f"resource.setrlimit(resource.RLIMIT_FSIZE, ({limit}, {limit}))\n"
-        "cli.run(train_gpt2.main)\n"
+        "errors.run(train_gpt2.main)\n"
     )
 
     def train_limited(name):
@@ -265,8 +265,8 @@ def test_a_full_disk_leaves_the_checkpoint_before(tmp_path, corpus, train):
 def test_pieces_on_disks_that_are_not_shared(train, script):
     """Each rank's relative log_dir is in a folder of its own."""
     code = script(
-        "import os\nfrom common import cli\nimport train_gpt2\n"
-        'os.makedirs(os.environ["RANK"])\nos.chdir(os.environ["RANK"])\ncli.run(train_gpt2.main)\n'
+        "import os\nfrom common import errors\nimport train_gpt2\n"
+        'os.makedirs(os.environ["RANK"])\nos.chdir(os.environ["RANK"])\nerrors.run(train_gpt2.main)\n'
     )
     flags = ("--parallel", "zero3", "--max_steps", 3, "--checkpoint_every", 3)
     done = train("x", *flags, drop="--max_steps --checkpoint_every", script=code, ranks=2, fails=True)
@@ -365,7 +365,7 @@ def test_out_of_memory_says_what_to_lower(capsys):
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has ...\nmore")
 
     with pytest.raises(SystemExit) as stop:
-        cli.run(main)
+        errors.run(main)
     assert stop.value.code == 1
     error = capsys.readouterr().err
     assert error.startswith("error: out of memory (CUDA out of memory. Tried to allocate 20.00 GiB.")

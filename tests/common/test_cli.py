@@ -12,7 +12,7 @@ import hellaswag
 import ladder
 import sample
 import train_gpt2
-from common import cli
+from common import errors
 from common.cli import ROOT, given, parse, python_command
 from common.errors import Note, UserError
 from common.peer_flags import HINTS
@@ -154,7 +154,7 @@ def test_garbage_is_collected_again_after_the_imports(monkeypatch):
     gc.disable()
     states = []
     try:
-        cli.run(lambda: states.append((gc.isenabled(), gc.get_freeze_count() > 100_000)))
+        errors.run(lambda: states.append((gc.isenabled(), gc.get_freeze_count() > 100_000)))
     finally:
         gc.unfreeze()
     assert states == [(True, True)]
@@ -171,7 +171,7 @@ def test_a_full_disk_is_one_line(monkeypatch, capfd):
             file.write("x")
 
     with pytest.raises(SystemExit) as ended:
-        cli.run(write)
+        errors.run(write)
     assert ended.value.code == 1
     assert capfd.readouterr().err == "error: cannot write a file: No space left on device\n"
 

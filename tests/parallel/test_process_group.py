@@ -9,8 +9,7 @@ import torch.distributed as dist
 from conftest import free_port
 from torch._dynamo.testing import CompileCounter
 
-from common.cli import run
-from common.errors import UserError
+from common.errors import UserError, run
 from config import Config
 from model import GPT, GPTConfig
 from parallel import ddp, process_group, rendezvous
