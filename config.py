@@ -109,8 +109,9 @@ class Speed(Switches):
 
     autocast: Literal["bf16", "fp16", "off"] = flag("bf16", report=True)
     """Mixed precision; fp16 uses loss scaling and is for GPUs without bf16."""
-    attention_backend: Literal["auto", "cudnn", "flash", "efficient", "written_out"] = "auto"
-    """The kernel of --flash; auto: the fastest known for the GPU (docs/attention.md)."""
+    attention: Literal["auto", "written_out", "sdpa", "flash", "efficient", "cudnn", "cudnn_packed", "flash4"] = "auto"
+    """What computes attention. auto: the fastest that the GPU has; written_out: as --no_flash; sdpa: PyTorch's choice
+    of flash, efficient and cudnn; cudnn_packed: cuDNN on packed qkv; flash4: its backward by FlashAttention-4."""
     device: Literal["auto", "cuda", "cpu", "mps"] = "auto"
     """auto: a GPU if there is one."""
     deterministic: bool = False
@@ -299,8 +300,10 @@ def command_line(config):
 def refuse_unavailable_flags(typed, notes):
     """Raises UserError if a flag on the command line was turned off."""
     for note in notes:
-        if note.flag in typed and is_off(note):
-            raise UserError(f"--{note.flag} does nothing here: {note.reason}; leave it out")
+        value = typed.get(note.flag, "auto")
+        if value != "auto" and is_off(note):
+            name = note.flag if isinstance(value, bool) else f"{note.flag} {value}"
+            raise UserError(f"--{name} does nothing here: {note.reason}; leave it out")
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -323,6 +326,8 @@ def resolve(config, distributed, free_memory=None, pretrained=None, resumed=None
     set_sizes(new, pretrained, resumed)
     if new.device == "auto":
         new.device = distributed.device.type
+    if not new.flash and new.attention not in ("auto", "written_out"):
+        raise UserError(f"--attention {new.attention} needs --flash: leave out --no_flash")
     new, notes = turn_off_unavailable(new, distributed)
     pipeline.check_flags(new, distributed)
     fsdp.check_flags(new, distributed, notes)

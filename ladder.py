@@ -259,7 +259,10 @@ def fit_rung(config, on, names, first, distributed, before):
 
 def with_rungs(config, on, first):
     """config with only the rungs in `on`; first: the micro-batch size before the micro_batch rung."""
-    changes = {flag: value for row in RUNGS.values() if row.name not in on for flag, value in row.off.items()}
+    changes = {}
+    for row in reversed(RUNGS.values()):  # where two rows share a flag, the first that is off decides
+        if row.name not in on and row.is_on(config):
+            changes |= row.off
     if "micro_batch" not in on:
         changes["micro_batch_size"] = first
     if "ddp" not in on:

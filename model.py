@@ -12,6 +12,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
+from kernels.attention import PACKED, packed_qkv
 from kernels.documents import NO_BOUNDARIES, Documents, document_attention, find_hidden, has_varlen_attention
 from kernels.mlp import fused_mlp
 
@@ -23,14 +24,12 @@ class GPTConfig:
     n_layer: int = 12
     n_head: int = 12
     n_embd: int = 768
-    flash: bool = True  # F.scaled_dot_product_attention; else attention written out
+    attention: str = "sdpa"  # a value of --attention: what computes it
     pad_vocab: bool = True  # embedding table rounded up to a multiple of pad_to rows
     pad_to: int = 128  # with --tensor a multiple of 128 and of the ranks that split a layer
     bf16_residual: bool = False  # the residual stream in bf16; needs autocast to bf16
     fused_cross_entropy: bool = False  # head and loss by a Triton kernel; needs a GPU
     fused_gelu: bool = False  # GELU in the epilogues of cuBLASLt's GEMMs
-    packed_qkv: bool = False  # flash attention through cuDNN's front end; needs autocast
-    flash4_backward: bool = False  # with packed_qkv: its backward by FlashAttention-4
     mask_documents: bool = False  # a token attends within its own document; the last token of the vocabulary opens one
     fp8_head: bool = False  # the head's GEMMs of fused_cross_entropy in float8
 
@@ -60,8 +59,7 @@ class CausalSelfAttention(nn.Module):
     def __init__(self, config):
         super().__init__()
         self.head_width = config.n_embd // config.n_head
-        self.flash = config.flash
-        self.packed_qkv, self.flash4_backward = config.packed_qkv, config.flash4_backward
+        self.attention = config.attention
         self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd)
         self.c_proj = nn.Linear(config.n_embd, config.n_embd)
 
@@ -69,20 +67,20 @@ class CausalSelfAttention(nn.Module):
         qkv = self.c_attn(x)  # (B, T, 3C)
         B, T, C = *qkv.shape[:2], qkv.size(2) // 3
         n_head = C // self.head_width  # of this rank: --tensor and --context split heads
-        # packed_qkv: cuDNN writes the gradients of q, k and v into one (B, T, 3C) tensor, which c_attn's backward reads
-        if self.packed_qkv and past is None and documents.hidden is None:
-            from kernels.attention import packed_qkv  # needs nvidia-cudnn-frontend
-
-            return self.c_proj(packed_qkv(qkv, n_head, documents.offsets, self.flash4_backward)[0])
+        # cudnn_packed: the gradients of q, k and v arrive in one (B, T, 3C) tensor, which c_attn's backward reads.
+        # flash4: so they do, from the faster backward of FlashAttention-4
+        if self.attention in PACKED and past is None and documents.hidden is None:
+            return self.c_proj(packed_qkv(qkv, n_head, documents.offsets, self.attention == "flash4")[0])
         # mask_documents: no score between two documents is computed
         if documents.offsets is not None:
             return self.c_proj(document_attention(qkv, n_head, documents.offsets)[0])
         q, k, v = (part.view(B, T, n_head, -1).transpose(1, 2) for part in qkv.split(C, dim=2))  # (B, H, T, C/H)
         k, v, mask = past.append(k, v) if past else (k, v, documents.hidden)
         # flash: one kernel that never writes the (T, T) matrix to memory (Dao et al. 2022)
-        if self.flash and mask is None:
+        flash = self.attention != "written_out"
+        if flash and mask is None:
             y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        elif self.flash and not past:
+        elif flash and not past:
             y = F.scaled_dot_product_attention(q, k, v, attn_mask=~mask)
         else:
             y = causal_attention(q, k, v, mask)
@@ -232,7 +230,8 @@ class GPT(nn.Module):
         c = self.config
         if cache or not c.mask_documents:  # with a cache, all tokens belong to one document
             return NO_BOUNDARIES
-        varlen = c.packed_qkv or (c.flash and has_varlen_attention(idx.device, c.n_embd // c.n_head))
+        varlen = c.attention in PACKED
+        varlen |= c.attention != "written_out" and has_varlen_attention(idx.device, c.n_embd // c.n_head)
         if varlen and offsets is not None:
             return Documents(offsets=offsets)
         return Documents(hidden=find_hidden(idx, c.vocab_size - 1))

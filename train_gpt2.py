@@ -29,7 +29,7 @@ from data import demo
 from data.loader import Loader, open_streams
 from evaluation import bits_per_byte, validation_loss
 from hellaswag import choice_in_training
-from kernels import sdpa
+from kernels.attention import limit_sdpa
 from kernels.compile import compile_model
 from model import GPT, GPTConfig
 from optim.optimizer import make_optimizer, update_if_finite
@@ -87,7 +87,7 @@ def build(config, distributed, weights=None, sizes=None):
     autocast = torch.autocast(distributed.device.type, half, enabled=config.autocast != "off")
     # fp16's smallest positive number is 6e-8: the loss is scaled up so that gradients stay above it
     scaler = torch.amp.GradScaler(distributed.device.type, enabled=config.autocast == "fp16")
-    sdpa.use_backend(config.attention_backend)  # flash: the kernel of F.scaled_dot_product_attention
+    limit_sdpa(config.attention)
 
     torch.manual_seed(config.seed)
     sizes = sizes or GPTConfig(config.seq_len, n_layer=config.n_layer, n_head=config.n_head, n_embd=config.n_embd)

@@ -1,8 +1,8 @@
-"""Flash attention on q, k and v packed in one tensor, as the GEMM of c_attn writes them, by cuDNN's front end.
+"""Attention: the choice of F.scaled_dot_product_attention's kernel, and cuDNN's kernels on packed q, k and v.
 
-F.scaled_dot_product_attention runs the same cuDNN kernels but returns the gradients of q, k and v as three tensors,
-which a copy must then pack for the backward of c_attn. Here cuDNN reads q, k and v from, and writes their gradients to,
-strided views of (B, T, 3C) tensors.
+F.scaled_dot_product_attention returns the gradients of q, k and v as three tensors, which a copy must then pack for the
+backward of c_attn. Through its front end cuDNN reads q, k and v from, and writes their gradients to, strided views of
+(B, T, 3C) tensors, as the GEMM of c_attn writes and reads them.
 
 Documents are "ragged" sequences of the same tensors: an offset for each, and a length.
 
@@ -14,13 +14,48 @@ Documentation of the front end: https://docs.nvidia.com/deeplearning/cudnn/front
 import functools
 import math
 
-import cudnn
 import torch
+from torch.backends import cuda
 
 from common.errors import UserError, first_line
 from kernels import flash4
 
-TYPES = {torch.bfloat16: cudnn.data_type.BFLOAT16, torch.float16: cudnn.data_type.HALF}
+PACKED = ("cudnn_packed", "flash4")  # the values of --attention that packed_qkv computes
+# The kernels that F.scaled_dot_product_attention can be limited to, with PyTorch's answer to whether it has them
+CAN_USE = dict(
+    flash=cuda.can_use_flash_attention,
+    efficient=cuda.can_use_efficient_attention,
+    cudnn=cuda.can_use_cudnn_attention,
+)
+# their forward operators, whose outputs selective activation checkpointing keeps
+SDPA_OPERATORS = (
+    "aten::_scaled_dot_product_flash_attention",
+    "aten::_scaled_dot_product_cudnn_attention",
+    "aten::_scaled_dot_product_efficient_attention",
+    "aten::_scaled_dot_product_flash_attention_for_cpu",
+)
+
+
+def missing_sdpa_kernel(name, device, dtype, head_width):
+    """Why one of CAN_USE cannot compute causal attention and its backward here, or None."""
+    if device.type != "cuda":
+        return f"on {device.type} PyTorch has one kernel for attention"
+    q = torch.empty(1, 1, 128, head_width, device=device, dtype=dtype, requires_grad=True)
+    if not CAN_USE[name](cuda.SDPAParams(q, q, q, None, 0.0, True, False)):
+        return f"PyTorch has no {name} kernel here for {dtype} and heads of width {head_width}"
+
+
+def limit_sdpa(attention):
+    """Limit F.scaled_dot_product_attention to one of CAN_USE, or PyTorch's math where that has no kernel, in the whole
+    process. attention: a value of --attention; with the others PyTorch chooses."""
+    chosen = [attention] if attention in CAN_USE else CAN_USE
+    cuda.enable_flash_sdp("flash" in chosen)
+    cuda.enable_mem_efficient_sdp("efficient" in chosen)
+    cuda.enable_cudnn_sdp("cudnn" in chosen)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The operator on packed q, k and v
 
 
 @torch.library.custom_op("gpt2::packed_qkv", mutates_args=())
@@ -102,9 +137,18 @@ packed_qkv.register_autograd(backward, setup_context=save_for_backward)
 # cuDNN's graphs
 
 
+@functools.cache
+def cudnn_types():
+    import cudnn
+
+    return {torch.bfloat16: cudnn.data_type.BFLOAT16, torch.float16: cudnn.data_type.HALF}
+
+
 def execute(B, T, H, D, tensors, offsets, backward=False):
     """Run cuDNN's graph for these sizes on the current stream. tensors: in the order that `plan` returns them."""
-    if tensors[0].dtype not in TYPES:
+    import cudnn
+
+    if tensors[0].dtype not in cudnn_types():
         raise ValueError(f"packed_qkv takes bfloat16 or float16, not {tensors[0].dtype}: use autocast")
     device = tensors[0].device
     sequences, ragged = B, 0
@@ -118,7 +162,7 @@ def execute(B, T, H, D, tensors, offsets, backward=False):
     except (RuntimeError, cudnn.cudnnGraphNotSupportedError) as error:
         raise UserError(
             f"cuDNN has no attention for {H} heads of width {D}, {sequences} sequences of {T} tokens "
-            f"({first_line(error)}): use --no_packed_qkv"
+            f"({first_line(error)}): use --attention sdpa"
         ) from error
     workspace = torch.empty(graph.get_workspace_size(), dtype=torch.uint8, device=device)
     cudnn.set_stream(handle(device), torch.cuda.current_stream(device).cuda_stream)
@@ -140,6 +184,8 @@ def row_widths(H, D, device):
 
 @functools.cache
 def handle(device):
+    import cudnn
+
     with torch.cuda.device(device):
         return cudnn.create_handle()
 
@@ -154,9 +200,12 @@ def plan(B, T, H, D, dtype, device, backward, ragged=0):
     ragged: with documents, the tokens of them all; B then counts documents, and the tensors end with those of RAGGED.
     Raises RuntimeError or cudnn.cudnnGraphNotSupportedError where cuDNN has no kernel for the sizes.
     """
+    import cudnn
+
+    own_type = cudnn_types()[dtype]
     FLOAT, INT32, INT64 = cudnn.data_type.FLOAT, cudnn.data_type.INT32, cudnn.data_type.INT64
     graph = cudnn.pygraph(
-        io_data_type=TYPES[dtype], intermediate_data_type=FLOAT, compute_data_type=FLOAT, handle=handle(device)
+        io_data_type=own_type, intermediate_data_type=FLOAT, compute_data_type=FLOAT, handle=handle(device)
     )
     size = [B, H, T, D]
     # strides of (B, H, T, D) views of (B, T, 3C) and of (B, T, C)
@@ -170,11 +219,11 @@ def plan(B, T, H, D, dtype, device, backward, ragged=0):
     if ragged:
         options |= dict(use_padding_mask=True, seq_len_q=inputs["length_q"], seq_len_kv=inputs["length_kv"])
 
-    def tensor(name, stride, offset, size=size, kind=TYPES[dtype]):
+    def tensor(name, stride, offset, size=size, kind=own_type):
         place = dict(ragged_offset=inputs[offset]) if ragged else {}
         return graph.tensor(name=name, dim=size, stride=stride, data_type=kind, **place)
 
-    def output(tensor, stride, offset, size=size, kind=TYPES[dtype]):
+    def output(tensor, stride, offset, size=size, kind=own_type):
         tensor.set_output(True).set_dim(size).set_stride(stride).set_data_type(kind)
         if ragged:
             tensor.set_ragged_offset(inputs[offset])

@@ -68,5 +68,5 @@ def launch(dy, qkv, y, stats, n_head, dqkv, **documents):
             raise
         from flash_attn.cute.cache_utils import get_cache_path
 
-        hint = f"delete {get_cache_path()}, or use --no_flash4_backward"
+        hint = f"delete {get_cache_path()}, or use --attention cudnn_packed"
         raise UserError(f"FlashAttention-4's kernels on disk: {first_line(error)}: {hint}") from error

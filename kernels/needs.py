@@ -6,7 +6,7 @@ The functions take a Config and a Distributed, and return in words what is missi
 import torch
 
 from common.device import missing_compiler, missing_package
-from kernels import cublaslt, flash4, sdpa
+from kernels import attention, cublaslt, flash4
 
 
 def tf32_gpu(config, distributed):
@@ -23,21 +23,11 @@ def bf16_instructions(config, distributed):
             return "this processor has no bf16 instructions"
 
 
-def tiled_attention(config, distributed):
-    if config.attention_backend == "written_out":
-        return "--attention_backend written_out takes its place"
-
-
-def attention_backend(config, distributed):
-    if config.attention_backend == "written_out":
-        return None  # the row of --flash applies it
-    if not config.flash:
-        return "it needs --flash"
-    within_documents = ("flash", "cudnn") if config.packed_qkv else ("flash",)
-    if config.mask_documents and config.attention_backend not in within_documents:
-        return "--mask_documents runs on FlashAttention or packed_qkv"
+def sdpa_kernel(config, distributed):
+    if config.mask_documents and config.attention != "flash":
+        return "--mask_documents runs on the kernels flash, cudnn_packed and flash4"
     dtype = dict(bf16=torch.bfloat16, fp16=torch.float16, off=torch.float32)[config.autocast]
-    return sdpa.missing(config.attention_backend, distributed.device, dtype, head_width(config))
+    return attention.missing_sdpa_kernel(config.attention, distributed.device, dtype, head_width(config))
 
 
 def head_width(config):
@@ -98,16 +88,14 @@ def cublaslt_gemms(config, distributed):
     return cublaslt.missing()
 
 
-def cudnn_frontend(config, distributed):
+def cudnn_packed(config, distributed):
     if problem := nvidia_gpu(config, distributed):
         return problem
-    if config.autocast == "off" or not config.flash:
-        return "it needs --flash, and --autocast bf16 or fp16"
-    if config.attention_backend not in ("auto", "cudnn"):
-        return f"--attention_backend {config.attention_backend} takes its place"
+    if config.autocast == "off":
+        return "it needs --autocast bf16 or fp16"
     # A100s, consumer cards: FlashAttention-2, which scaled_dot_product_attention picks there, is the faster one
     generation, _ = torch.cuda.get_device_capability(distributed.device)
-    if config.attention_backend == "auto" and generation not in (9, 10):
+    if config.attention == "auto" and generation not in (9, 10):
         name = torch.cuda.get_device_name(distributed.device)
         return f"cuDNN's attention is fast on Hopper and data-center Blackwell, and this is {name}"
     width, widest = head_width(config), 256 if generation == 9 else 128
@@ -117,15 +105,11 @@ def cudnn_frontend(config, distributed):
 
 
 def flash_attention_4(config, distributed):
-    """The row before has turned packed_qkv off where it is unavailable."""
-    if not config.packed_qkv:
-        return "it needs --packed_qkv"
-    if config.attention_backend == "cudnn":
-        return "--attention_backend cudnn takes its place"
+    """For the backward; cudnn_packed is the forward's."""
     if torch.cuda.get_device_capability(distributed.device)[0] != 9:
-        return f"it is for Hopper, and this is {torch.cuda.get_device_name(distributed.device)}"
+        return f"FlashAttention-4 is for Hopper, and this is {torch.cuda.get_device_name(distributed.device)}"
     if (width := head_width(config)) not in flash4.WIDTHS:
-        return f"it needs a head width of {', '.join(map(str, flash4.WIDTHS))}, and it is {width}"
+        return f"FlashAttention-4 needs a head width of {', '.join(map(str, flash4.WIDTHS))}, and it is {width}"
     return flash4.missing()
 
 

@@ -16,15 +16,15 @@ from functools import partial
 
 import torch
 import torch.nn.functional as F
-from torch.nn.attention import sdpa_kernel
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from tqdm import tqdm
 
 from common.cli import parse
 from common.device import missing_package
 from common.errors import UserError, first_line, is_out_of_memory, run
 from kernels import flash4
+from kernels.attention import PACKED, packed_qkv
 from kernels.documents import NO_BOUNDARIES, Documents, document_attention, find_hidden, find_offsets
-from kernels.sdpa import BACKENDS
 from measure import figures, roofline
 from measure.child_run import OUT_OF_MEMORY, prepare, save
 from measure.tables import align, markdown_table
@@ -34,9 +34,13 @@ from parallel.process_group import start_alone
 from watch.hardware import environment, peak_flops
 
 LENGTHS = tuple(512 * 2**i for i in range(7))
-# Backends of F.scaled_dot_product_attention. PyTorch's own FlashAttention is version 2. Besides these: packed_qkv,
-# cuDNN's kernels through its front end, and flash4_backward, the same forward with FlashAttention-4's backward.
-SDPA = dict(efficient="efficient", FlashAttention="flash", cuDNN="cudnn")
+# Backends of F.scaled_dot_product_attention. PyTorch's own FlashAttention is version 2. Besides these: cudnn_packed,
+# cuDNN's kernels through its front end, and flash4, the same forward with FlashAttention-4's backward.
+SDPA = dict(
+    efficient=SDPBackend.EFFICIENT_ATTENTION,
+    FlashAttention=SDPBackend.FLASH_ATTENTION,
+    cuDNN=SDPBackend.CUDNN_ATTENTION,
+)
 COLUMNS = ("attention", "D", "T", "forward ms", "backward ms", "TFLOP/s", "of roof", "peak GB")
 BYTES_COLUMNS = ("D", "T", "standard", "FlashAttention", "ratio")
 COLUMN_WIDTHS = (16, 4, 6, 11, 12, 8, 8, 8)
@@ -115,16 +119,14 @@ def candidates(device, flags):
     names = ["written out", "FlashAttention"] if flags.documents else ["written out", *SDPA]
     packed = missing_package("cudnn") is None
     has_flash4 = flash4.missing() is None
-    names += ["packed_qkv"] * packed + ["FlashAttention-4"] * has_flash4
-    return names + ["flash4_backward"] * (packed and has_flash4)
+    names += ["cudnn_packed"] * packed + ["FlashAttention-4"] * has_flash4
+    return names + ["flash4"] * (packed and has_flash4)
 
 
 def attend(name, qkv, H, documents):
     """Causal attention within Documents, (B, T, C) or (B, H, T, D), by one kernel. qkv (B, T, 3C)."""
-    if name in ("packed_qkv", "flash4_backward"):
-        from kernels.attention import packed_qkv  # needs nvidia-cudnn-frontend
-
-        return packed_qkv(qkv, H, documents.offsets, name == "flash4_backward")[0]
+    if name in PACKED:
+        return packed_qkv(qkv, H, documents.offsets, name == "flash4")[0]
     if documents.offsets is not None:
         return document_attention(qkv, H, documents.offsets)[0]
     q, k, v = (part.unflatten(2, (H, -1)).transpose(1, 2) for part in qkv.chunk(3, dim=2))  # (B, H, T, D)
@@ -132,7 +134,7 @@ def attend(name, qkv, H, documents):
         return causal_attention(q, k, v, documents.hidden)
     if documents.hidden is not None:
         return F.scaled_dot_product_attention(q, k, v, attn_mask=~documents.hidden)
-    with sdpa_kernel(BACKENDS[SDPA[name.removesuffix("-4")]]):
+    with sdpa_kernel(SDPA[name.removesuffix("-4")]):
         return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
 

@@ -243,7 +243,7 @@ def plan_step(name, mode, flags, distributed, free):
     batch = dict(total_batch_size=flags.total_batch_size, micro_batch_size=flags.micro_batch_size)
     config = Config(parallel=mode, bf16_gradients=flags.bf16_gradients, **sizes, **batch)
     config, notes = resolve(config, distributed, free)
-    refuse_unavailable_flags({"bf16_gradients"} if flags.bf16_gradients else set(), notes)
+    refuse_unavailable_flags(dict(bf16_gradients=True) if flags.bf16_gradients else {}, notes)
     with torch.device("meta"):
         model = GPT(GPTConfig(config.seq_len, pad_vocab=config.pad_vocab, **sizes))
     return Step(name, config, model, distributed.world_size)

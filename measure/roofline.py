@@ -51,7 +51,7 @@ def work(c, T, tokens):
         # forward reads input, writes output; backward reads input and gradient, writes gradient
         gelu_bytes = 5 * activation * hidden
 
-    if c.flash:
+    if c.attention != "written_out":
         # 2 GEMMs forward and 5 backward (Dao 2023, FlashAttention-2) of 2·T·C FLOPs per token, half of which the causal
         # mask skips. Forward reads q, k, v, writes y; backward reads q, k, v, y, dy, writes dq, dk, dv.
         attention = (7 * tokens * T * C * L, 12 * activation * tokens * C * L)

@@ -129,7 +129,7 @@ def install(tmp_path, monkeypatch):
     def install(module, code):
         *packages, name = module.split(".")
         folder = tmp_path / "installed" / Path(*packages)
-        folder.mkdir(parents=True)
+        folder.mkdir(parents=True, exist_ok=True)
         for depth in range(len(packages)):
             (tmp_path / "installed" / Path(*packages[: depth + 1]) / "__init__.py").touch()
         (folder / f"{name}.py").write_text(code)

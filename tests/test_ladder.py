@@ -22,9 +22,9 @@ from optimizations import RUNGS
 
 DEMO = Config(**recipes.DEMO)
 
-KERNELS = ("fused_cross_entropy", "fused_gelu", "packed_qkv")
+KERNELS = ("fused_cross_entropy", "fused_gelu")
 NAMES = ("tf32", "compile", "flash", "pad_vocab", "fused_adamw", "bf16_residual", *KERNELS)
-OFF = dict.fromkeys(NAMES, False) | dict(autocast="off")
+OFF = dict.fromkeys(NAMES, False) | dict(autocast="off", attention="written_out")
 
 
 def test_the_first_rung_has_everything_off_and_the_last_the_command_line():
@@ -34,7 +34,7 @@ def test_the_first_rung_has_everything_off_and_the_last_the_command_line():
     assert (first.micro_batch_size, first.total_batch_size, first.lr, first.grad_clip) == (8, 8 * 512, 3e-4, 0)
     assert ladder.with_rungs(config, list(RUNGS), first=8) == config
     one = ladder.with_rungs(config, ["flash"], first=8)
-    assert one == dataclasses.replace(first, flash=True)
+    assert one == dataclasses.replace(first, flash=True, attention="sdpa")
     spread = dict(parallel="hsdp", shard_ranks=2, bf16_gradients=True, overlap_gradients=True)
     assert ladder.with_rungs(dataclasses.replace(config, **spread), ["baseline"], first=8) == first
 

@@ -52,7 +52,7 @@ def block_input_dtype(model, x):
 
 def test_flash_is_the_written_out_attention():
     x, y = batch()
-    assert_same(loss_and_gradients(tiny(flash=True), x, y), loss_and_gradients(tiny(flash=False), x, y))
+    assert_same(*(loss_and_gradients(tiny(attention=each), x, y) for each in ("sdpa", "written_out")))
 
 
 def test_padding_the_vocabulary_changes_nothing():
@@ -121,9 +121,9 @@ def test_no_token_sees_the_future():
     assert (model(x)[:, 12:] - model(changed)[:, 12:]).abs().amax(dim=-1).min() > 0
 
 
-@pytest.mark.parametrize("flash", [True, False])
-def test_the_cache_takes_several_tokens_a_call(flash):
-    model = tiny(flash=flash)
+@pytest.mark.parametrize("attention", ["sdpa", "written_out"])
+def test_the_cache_takes_several_tokens_a_call(attention):
+    model = tiny(attention=attention)
     x, _ = batch()
     expected = model(x)
     for pieces in ([24], [9, 15], [1, 1, 2, 20], [20, 1, 3]):

@@ -1,18 +1,17 @@
 """Every row of the table, on against off, wherever this machine has what the row needs."""
 
 import re
-import sys
 from dataclasses import fields, replace
-from types import SimpleNamespace
 
 import pytest
 import torch
 from conftest import ROOT, logged, skip_without_flash4
 
-from config import Config
-from kernels import cublaslt, needs, sdpa
+from common.errors import UserError
+from config import Config, refuse_unavailable_flags, resolve
+from kernels import attention, cublaslt, needs
 from model import GPTConfig
-from optimizations import OPTIMIZATIONS, RUNGS, SWITCHES, readme_table, turn_off_unavailable
+from optimizations import OPTIMIZATIONS, RUNGS, SWITCHES, model_switches, readme_table, turn_off_unavailable
 from parallel.process_group import Distributed
 from train_gpt2 import build, train_step
 
@@ -21,7 +20,7 @@ ALONE = Distributed(0, 1, DEVICE)
 # All off but the batch size, on a model that every kernel takes
 OFF = {
     flag: value
-    for row in OPTIMIZATIONS
+    for row in reversed(OPTIMIZATIONS)
     if row.name not in ("accumulation", "micro_batch")
     for flag, value in row.off.items()
 }
@@ -30,13 +29,14 @@ PLAIN = replace(
 )
 SIZES = GPTConfig(seq_len=64, vocab_size=1000, n_layer=2, n_head=2, n_embd=64)
 HALF = dict(autocast="bf16")
+SDPA = dict(flash=True, attention="sdpa")
 # {row: (relative tolerance of the losses, the flags that are on, the flags of both sides)}
 CASES = {
     "tf32": (1e-3, dict(tf32=True), {}),
     "bf16": (2e-3, HALF, {}),
     "compile": (1e-5, dict(compile=True), {}),
-    "flash": (1e-5, dict(flash=True), {}),
-    "attention_backend": (1e-3, dict(attention_backend="efficient"), HALF | dict(flash=True)),
+    "flash": (1e-5, SDPA, {}),
+    "sdpa_kernel": (1e-3, dict(attention="efficient"), HALF | SDPA),
     "pad_vocab": (1e-5, dict(pad_vocab=True), {}),
     "fused_adamw": (1e-5, dict(fused_adamw=True), {}),
     "accumulation": (1e-5, dict(micro_batch_size=1), dict(micro_batch_size=4)),
@@ -45,8 +45,8 @@ CASES = {
     "tuned_gemms": (1e-3, dict(tuned_gemms=True), HALF | dict(compile=True)),
     "fused_cross_entropy": (1e-5, dict(fused_cross_entropy=True), {}),
     "fused_gelu": (1e-3, dict(fused_gelu=True), HALF),
-    "packed_qkv": (1e-3, dict(packed_qkv=True), HALF | dict(flash=True)),
-    "flash4_backward": (1e-3, dict(flash4_backward=True), HALF | dict(flash=True, packed_qkv=True)),
+    "cudnn_packed": (1e-3, dict(attention="cudnn_packed"), HALF | SDPA),
+    "flash4": (1e-3, dict(attention="flash4"), HALF | SDPA | dict(attention="cudnn_packed")),
     "mask_documents": (1e-5, dict(mask_documents=True), {}),  # these tokens are one document a row
     "fp8": (2e-2, dict(fp8=True), HALF),
     "fp8_head": (2e-2, dict(fp8_head=True), HALF | dict(fp8=True, fused_cross_entropy=True, pad_vocab=True)),
@@ -60,7 +60,7 @@ TWO_RANKS = {
 }
 RECIPE = ("adamw", "schedule", "clipping")
 # fp8_head is slow in Triton's interpreter: test_fp8_head.py has it
-NEEDS_A_GPU = ("tf32", "attention_backend", "packed_qkv", "flash4_backward", "fp8_head")
+NEEDS_A_GPU = ("tf32", "sdpa_kernel", "cudnn_packed", "flash4", "fp8_head")
 
 
 def losses(**flags):
@@ -89,7 +89,7 @@ def test_on_against_off(name):
         pytest.skip("needs an NVIDIA GPU")
     if name in ("fused_cross_entropy", "fp8", "fp8_head"):
         pytest.importorskip("triton")
-    if name == "flash4_backward":
+    if name == "flash4":
         skip_without_flash4()
     on = both | on
     if DEVICE.type == "cuda":
@@ -126,21 +126,21 @@ def test_every_row_has_its_case_and_its_paragraph():
     assert {*CASES, *TWO_RANKS, *RECIPE} == {row.name for row in OPTIMIZATIONS}
     course = "".join((ROOT / "docs" / name).read_text() for name in ("optimizations.md", "recipes.md"))
     for row in OPTIMIZATIONS:
-        assert (f"`--{next(iter(row.off))}" if row.name != "ddp" else "`torchrun") in course, row.name
+        assert f"`{row.command()}" in course, row.name
 
 
 def test_rows_name_flags_and_fields_that_exist():
     names = {field.name for field in fields(Config)}
     assert all(flag in names for row in OPTIMIZATIONS for flag in row.off)
-    in_model = {row.name for row in OPTIMIZATIONS if row.in_model}
-    assert in_model == {field.name for field in fields(GPTConfig) if field.type is bool}
+    sizes = {"seq_len", "vocab_size", "n_layer", "n_head", "n_embd", "pad_to"}
+    assert model_switches(Config()).keys() == {field.name for field in fields(GPTConfig)} - sizes
     assert all(getattr(Config(), row.name) == row.default for row in SWITCHES)
 
 
 def test_the_readme_has_the_table():
     readme = (ROOT / "README.md").read_text()
     table = re.search(r"<!-- optimizations -->\n(.*?)\n<!-- /optimizations -->", readme, re.S)
-    assert table and table[1].strip() == readme_table(), "python optimizations.py prints the table for README.md"
+    assert table and table[1].strip() == readme_table(), "python optimizations.py writes the table of README.md"
 
 
 @pytest.mark.parametrize(
@@ -149,15 +149,13 @@ def test_the_readme_has_the_table():
         (
             "cpu",
             {},
-            dict.fromkeys(("tf32", "tuned_gemms", "fused_gelu", "packed_qkv"), "this is cpu, not an NVIDIA GPU"),
+            dict.fromkeys(("tf32", "tuned_gemms", "fused_gelu", "attention"), "this is cpu, not an NVIDIA GPU"),
         ),
         ("cpu", dict(autocast="off"), dict(bf16_residual="--autocast bf16")),
         ("mps", {}, dict(compile="not ready for Apple GPUs", fused_cross_entropy="this is mps, not an NVIDIA GPU")),
         ("mps", {}, dict(fused_adamw="gradients are not finite")),
-        ("cpu", dict(attention_backend="cudnn"), dict(attention_backend="one kernel for attention")),
-        ("cpu", dict(attention_backend="flash", flash=False), dict(attention_backend="it needs --flash")),
-        ("cpu", dict(attention_backend="written_out"), dict(flash="--attention_backend written_out takes its place")),
-        ("cpu", dict(flash4_backward=True), dict(flash4_backward="it needs --packed_qkv")),
+        ("cpu", dict(attention="cudnn"), dict(attention="one kernel for attention")),
+        ("cpu", dict(attention="flash4"), dict(attention="this is cpu, not an NVIDIA GPU")),
         ("cpu", dict(overlap_gradients=True), dict(overlap_gradients="several ranks")),
         ("cpu", dict(bf16_gradients=True), dict(bf16_gradients="it needs NCCL")),
         (
@@ -175,27 +173,86 @@ def test_what_a_device_does_not_have_is_off_and_noted(device, flags, reasons):
         assert str(said[flag]).startswith(f"{flag} is ")
 
 
+@pytest.fixture
+def gpu(monkeypatch):
+    """gpu(name, capability): the rows see this GPU, on which PyTorch has all its attention kernels."""
+
+    def gpu(name, capability):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+        monkeypatch.setattr(attention, "missing_sdpa_kernel", lambda *_: None)
+        return Distributed(0, 1, torch.device("cuda"))
+
+    return gpu
+
+
+SLOW_THERE = "cuDNN's attention is fast on Hopper and data-center Blackwell, and this is "
+
+
 @pytest.mark.parametrize(
-    "name, capability, flags, installed, reason",
+    "name, capability, asked, flags, found, reason",
     [
-        ("B200", (10, 0), {}, True, "it is for Hopper, and this is B200"),
-        ("H200", (9, 0), dict(attention_backend="cudnn"), True, "--attention_backend cudnn takes its place"),
-        ("A100", (8, 0), {}, True, "it needs --packed_qkv"),
-        ("H200", (9, 0), dict(n_embd=1280, n_head=16), True, "a head width of 32, 64, 96, 128, and it is 80"),
-        ("H200", (9, 0), {}, False, "pip install -r requirements.txt"),
-        ("H200", (9, 0), {}, True, None),
+        ("H200", (9, 0), "auto", {}, "flash4", None),
+        ("B200", (10, 0), "auto", {}, "cudnn_packed", "FlashAttention-4 is for Hopper, and this is B200"),
+        ("A100", (8, 0), "auto", {}, "sdpa", SLOW_THERE + "A100"),
+        ("RTX 4090", (8, 9), "auto", {}, "sdpa", SLOW_THERE + "RTX 4090"),
+        ("RTX 5090", (12, 0), "auto", {}, "sdpa", SLOW_THERE + "RTX 5090"),
+        ("H200", (9, 0), "auto", dict(autocast="off"), "sdpa", "it needs --autocast bf16 or fp16"),
+        ("H200", (9, 0), "auto", dict(n_embd=1280, n_head=16), "cudnn_packed", "of 32, 64, 96, 128, and it is 80"),
+        ("H200", (9, 0), "auto", dict(n_embd=1056, n_head=16), "sdpa", "a multiple of 8, 256 at most, and it is 66"),
+        ("H200", (9, 0), "auto", dict(flash=False), "written_out", None),
+        ("H200", (9, 0), "written_out", {}, "written_out", None),
+        ("H200", (9, 0), "sdpa", {}, "sdpa", None),
+        ("H200", (9, 0), "efficient", {}, "efficient", None),
+        ("H200", (9, 0), "efficient", dict(mask_documents=True), "sdpa", "--mask_documents runs on the kernels flash,"),
+        ("H200", (9, 0), "flash", dict(mask_documents=True), "flash", None),
+        ("H200", (9, 0), "cudnn_packed", dict(mask_documents=True), "cudnn_packed", None),
+        ("A100", (8, 0), "cudnn_packed", {}, "cudnn_packed", None),  # asked for: slower, but it runs
+        ("A100", (8, 0), "flash4", {}, "cudnn_packed", "FlashAttention-4 is for Hopper, and this is A100"),
     ],
 )
-def test_where_flash_attention_4_is_available(monkeypatch, name, capability, flags, installed, reason):
-    pytest.importorskip("cudnn")
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
-    module = SimpleNamespace(_flash_attn_bwd=None) if installed else None  # None: its import fails
-    monkeypatch.setitem(sys.modules, "flash_attn.cute.interface", module)
-    monkeypatch.setattr(sdpa, "missing", lambda *_: None)
-    config, notes = turn_off_unavailable(Config(**flags), Distributed(0, 1, torch.device("cuda")))
-    assert config.flash4_backward == (reason is None)
-    assert reason is None or reason in next(note.reason for note in notes if note.flag == "flash4_backward")
+def test_what_computes_attention(gpu, install, name, capability, asked, flags, found, reason):
+    install("cudnn", "")
+    install("flash_attn.cute.interface", "")
+    config, notes = turn_off_unavailable(Config(attention=asked, **flags), gpu(name, capability))
+    notes = [note for note in notes if note.flag == "attention"]
+    assert config.attention == found and config.flash == (found != "written_out")
+    assert len(notes) == (reason is not None) and (not reason or reason in str(notes[0]))
+    assert model_switches(config)["attention"] == found
+    given = {"attention": asked}
+    if reason and asked != "auto":
+        with pytest.raises(UserError, match=f"^--attention {asked} does nothing here: .*{re.escape(reason)}"):
+            refuse_unavailable_flags(given, notes)
+    else:
+        refuse_unavailable_flags(given, notes)
+
+
+def test_no_flash_excludes_another_attention():
+    with pytest.raises(UserError, match="^--attention cudnn_packed needs --flash: leave out --no_flash$"):
+        resolve(Config(flash=False, attention="cudnn_packed"), ALONE)
+
+
+@pytest.mark.parametrize("error", ["RuntimeError('built for CUDA 12')", "ImportError('libcudnn.so is missing')"])
+@pytest.mark.parametrize(
+    "module, flag, value",
+    [
+        ("cudnn", "attention", "sdpa"),
+        ("flash_attn.cute.interface", "attention", "cudnn_packed"),
+        ("nvmath.bindings.cublasLt", "fused_gelu", False),
+        ("nvmath.bindings.cublasLt", "tuned_gemms", False),
+        ("triton", "fused_cross_entropy", False),
+        ("triton", "fp8", False),
+        ("triton", "compile", False),
+    ],
+)
+def test_an_installed_package_that_cannot_be_imported_is_missing(gpu, install, monkeypatch, module, flag, value, error):
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    install("cudnn", "")
+    install(module, f"raise {error}")
+    config, notes = turn_off_unavailable(Config(fp8=True), gpu("H200", (9, 0)))
+    assert getattr(config, flag) == value
+    reason = next(note.reason for note in notes if note.flag == flag)
+    assert error.split("'")[1] in reason and module.partition(".")[0] in reason
 
 
 @pytest.mark.parametrize(
@@ -208,40 +265,13 @@ def test_where_flash_attention_4_is_available(monkeypatch, name, capability, fla
         ((9, 0), dict(compile=False), "it needs --compile"),
     ],
 )
-def test_where_tuned_gemms_are_available(monkeypatch, capability, flags, reason):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "some GPU")
+def test_where_tuned_gemms_are_available(gpu, monkeypatch, capability, flags, reason):
+    gpu("some GPU", capability)
     monkeypatch.setattr(needs.cublaslt, "missing", lambda: None)
-    monkeypatch.setattr(sdpa, "missing", lambda *_: None)
     distributed = Distributed(0, 2, torch.device("cuda"), tensor=flags.get("tensor", 1))
     config, notes = turn_off_unavailable(Config(**flags), distributed)
     assert config.tuned_gemms == (reason is None)
     assert reason is None or reason in next(note.reason for note in notes if note.flag == "tuned_gemms")
-
-
-@pytest.mark.parametrize(
-    "name, capability, on",
-    [("A100", (8, 0), False), ("RTX 4090", (8, 9), False), ("H200", (9, 0), True), ("RTX 5090", (12, 0), False)],
-)
-def test_cudnn_attention_is_for_the_gpus_where_it_is_fast(monkeypatch, name, capability, on):
-    pytest.importorskip("cudnn")
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
-    config, notes = turn_off_unavailable(Config(), Distributed(0, 1, torch.device("cuda")))
-    assert config.packed_qkv == on and config.flash
-    assert on or f"this is {name}" in next(note.reason for note in notes if note.flag == "packed_qkv")
-    monkeypatch.setattr(sdpa, "missing", lambda *_: None)
-    for backend in ("cudnn", "flash", "efficient", "written_out"):
-        config, _ = turn_off_unavailable(Config(attention_backend=backend), Distributed(0, 1, torch.device("cuda")))
-        assert config.packed_qkv == (backend == "cudnn") and config.flash == (backend != "written_out")
-        assert config.attention_backend == backend
-
-
-@pytest.mark.parametrize("backend, packed", [("efficient", True), ("cudnn", False)])
-def test_backends_without_documents(backend, packed):
-    flags = dict(attention_backend=backend, packed_qkv=packed, mask_documents=True)
-    reason = needs.attention_backend(Config(**flags), Distributed(0, 1, torch.device("cuda")))
-    assert reason == "--mask_documents runs on FlashAttention or packed_qkv"
 
 
 def test_a_sharded_run_on_one_rank_is_ddp():

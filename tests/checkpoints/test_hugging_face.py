@@ -25,12 +25,12 @@ def hugging_face_model():
     return model.eval()
 
 
-@pytest.mark.parametrize("flash", [True, False])
+@pytest.mark.parametrize("attention", ["sdpa", "written_out"])
 @pytest.mark.parametrize("pad_vocab", [True, False])
-def test_from_hugging_face(tmp_path, flash, pad_vocab):
+def test_from_hugging_face(tmp_path, attention, pad_vocab):
     theirs = hugging_face_model()
     theirs.save_pretrained(tmp_path)
-    ours = read(tmp_path, flash=flash, pad_vocab=pad_vocab)
+    ours = read(tmp_path, attention=attention, pad_vocab=pad_vocab)
     x, y = batch()
     expected = theirs(x, labels=x)
     torch.testing.assert_close(ours(x), expected.logits, rtol=1e-4, atol=2e-5)

@@ -1,16 +1,51 @@
-"""Attention on packed q, k and v, on a GPU with cuDNN's front end."""
+"""The choice of F.scaled_dot_product_attention's kernel, and attention on packed q, k and v by cuDNN's front end."""
 
 import pytest
 import torch
+import torch.nn.functional as F
 from test_model import SIZES, batch
+from torch.backends import cuda
 
 from common.errors import UserError
+from kernels import attention
+from kernels.attention import CAN_USE, SDPA_OPERATORS, limit_sdpa, missing_sdpa_kernel
 from model import GPT, GPTConfig
 
-cudnn = pytest.importorskip("cudnn", reason="needs nvidia-cudnn-frontend")
-from kernels import attention  # noqa: E402
-
+ENABLED = dict(cudnn=cuda.cudnn_sdp_enabled, flash=cuda.flash_sdp_enabled, efficient=cuda.mem_efficient_sdp_enabled)
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+cudnn = pytest.importorskip("cudnn", reason="needs nvidia-cudnn-frontend")
+
+
+@pytest.fixture
+def restore():
+    yield
+    limit_sdpa("sdpa")
+
+
+@pytest.mark.parametrize("name", [*CAN_USE, "sdpa", "written_out", "cudnn_packed"])
+def test_only_the_chosen_kernel_is_enabled(name, restore):
+    limit_sdpa(name)
+    chosen = {name} & CAN_USE.keys() or CAN_USE.keys()
+    assert {backend for backend, enabled in ENABLED.items() if enabled()} == chosen
+
+
+@needs_gpu
+@pytest.mark.parametrize("name", CAN_USE)
+def test_the_chosen_kernel_runs(name, restore):
+    if missing_sdpa_kernel(name, torch.device("cuda"), torch.bfloat16, 64):
+        pytest.skip(f"PyTorch has no {name} kernel here")
+    limit_sdpa(name)
+    q, k, v = torch.randn(3, 2, 4, 128, 64, device="cuda", dtype=torch.bfloat16)
+    with torch.profiler.profile() as profile:
+        F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    kernels = {event.key for event in profile.key_averages()} & set(SDPA_OPERATORS)
+    assert kernels == {f"aten::_scaled_dot_product_{name}_attention"}
+
+
+@needs_gpu
+def test_a_size_without_a_kernel_is_refused():
+    reason = missing_sdpa_kernel("flash", torch.device("cuda"), torch.float32, 64)
+    assert reason == "PyTorch has no flash kernel here for torch.float32 and heads of width 64"
 
 
 def loss_and_gradients(x, y, **options):
@@ -26,7 +61,7 @@ def loss_and_gradients(x, y, **options):
 def test_model_is_the_same():
     x, y = (tensor.cuda() for tensor in batch())
     expected, gradients = loss_and_gradients(x, y)
-    loss, found = loss_and_gradients(x, y, packed_qkv=True)
+    loss, found = loss_and_gradients(x, y, attention="cudnn_packed")
     assert loss == pytest.approx(expected, rel=1e-4)
     for name, gradient in gradients.items():
         assert (found[name] - gradient).norm() < 2e-2 * gradient.norm(), name
@@ -63,7 +98,7 @@ def test_operator_registration():
 
 @needs_gpu
 def test_unsupported_head_width():
-    with pytest.raises(UserError, match=r"2 heads of width 20, .*multiple of 8.*: use --no_packed_qkv$"):
+    with pytest.raises(UserError, match=r"2 heads of width 20, .*multiple of 8.*: use --attention sdpa$"):
         attention.packed_qkv(torch.randn(1, 64, 3 * 40, device="cuda").bfloat16(), 2)
 
 
@@ -76,7 +111,7 @@ def test_cudnn_error_is_one_line(monkeypatch):
         attention.packed_qkv(torch.randn(1, 64, 3 * 16).bfloat16(), 2)
     assert str(caught.value) == (
         "cuDNN has no attention for 2 heads of width 8, 1 sequences of 64 tokens (no engine for this graph): "
-        "use --no_packed_qkv"
+        "use --attention sdpa"
     )
 
 

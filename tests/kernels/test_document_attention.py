@@ -64,7 +64,7 @@ def each_alone(model, x, y, rows):
 def test_each_document_alone(rows, how):
     x, y = tokens_of(rows)
     logits, loss, gradients = each_alone(without_positions(), x, y, rows)
-    model = without_positions(mask_documents=True, flash=how != "written out")
+    model = without_positions(mask_documents=True, attention="written_out" if how == "written out" else "sdpa")
     if how in ("full", "selective"):
         checkpoint_activations(model, how, saved_operators())
     torch.testing.assert_close(model(x), logits, rtol=1e-4, atol=1e-5)
@@ -131,9 +131,9 @@ def test_padded_count():
 
 
 def test_the_model_takes_the_offsets_where_a_kernel_does(monkeypatch):
-    """Otherwise it takes a mask, also with packed_qkv."""
+    """Otherwise it takes a mask, also with cudnn_packed."""
     x, y = tokens_of(ROWS["random"])
-    model, packed = (tiny(mask_documents=True, packed_qkv=packed) for packed in (False, True))
+    model, packed = (tiny(mask_documents=True, attention=each) for each in ("sdpa", "cudnn_packed"))
     expected = model(x, y)
     assert torch.equal(packed(x, y), expected)
     monkeypatch.setattr("model.has_varlen_attention", lambda *_: True)
@@ -224,9 +224,9 @@ def test_model_on_gpu(kernel, compiled):
     attention_on_gpu(kernel)
     sizes = SIZES | dict(n_embd=128, n_head=2)
     losses, gradients = [], []
-    for options in (dict(flash=False), dict(packed_qkv=kernel == "cuDNN")):
+    for attention in ("written_out", "cudnn_packed" if kernel == "cuDNN" else "sdpa"):
         torch.manual_seed(1)
-        model = GPT(GPTConfig(**sizes, mask_documents=True, **options)).cuda()
+        model = GPT(GPTConfig(**sizes, mask_documents=True, attention=attention)).cuda()
         forward = torch.compile(model, dynamic=False, fullgraph=True) if compiled else model
         for rows in ROWS.values():  # one graph for all of them
             torch.manual_seed(0)

@@ -70,7 +70,7 @@ def test_what_the_kernel_gets(monkeypatch, groups):
     folder = types.SimpleNamespace(get_cache_path=lambda: "/tmp/kernels")
     monkeypatch.setitem(sys.modules, "flash_attn.cute.cache_utils", folder)
     module._flash_attn_bwd = truncated
-    with pytest.raises(UserError, match="Invalid ELF class: delete /tmp/kernels, or use --no_flash4_backward"):
+    with pytest.raises(UserError, match="Invalid ELF class: delete /tmp/kernels, or use --attention cudnn_packed"):
         flash4.backward(dy, qkv, y, stats, H, found, bounds)
     with pytest.raises(UserError, match=r"heads of width \(4,\), not 8"):
         flash4.backward(dy, qkv, y, stats, 1, found, bounds)
@@ -105,9 +105,9 @@ def test_compiled_model_twice(masked):
     gradients = []
     torch.use_deterministic_algorithms(True)
     try:
-        for options in (dict(flash=False), *[dict(packed_qkv=True, flash4_backward=True)] * 2):
+        for name in ("written_out", "flash4", "flash4"):
             torch.manual_seed(1)
-            model = GPT(GPTConfig(**sizes, **options)).cuda()
+            model = GPT(GPTConfig(**sizes, attention=name)).cuda()
             with torch.autocast("cuda", torch.bfloat16):
                 loss = torch.compile(model, dynamic=False, fullgraph=True)(x, y, offsets if masked else None)
             loss.backward()

@@ -96,7 +96,7 @@ def test_what_is_held_before_a_step():
 
 
 SMALL = Config(
-    device="cuda", autocast="off", compile=False, fused_cross_entropy=False, fused_gelu=False, packed_qkv=False,
+    device="cuda", autocast="off", compile=False, fused_cross_entropy=False, fused_gelu=False,
     bf16_residual=False, tf32=False, n_layer=4, n_head=4, n_embd=256, seq_len=256, micro_batch_size=8,
     total_batch_size=4096, max_steps=9,
 )  # fmt: skip

@@ -10,13 +10,15 @@ from model import GPT, GPTConfig
 
 def test_work_counts_what_pytorch_counts():
     """Flash attention computes half of the T × T scores, with five GEMMs in backward; without flash there are four."""
-    config = GPTConfig(seq_len=64, vocab_size=500, n_layer=3, n_head=2, n_embd=32, pad_vocab=False, flash=False)
+    config = GPTConfig(
+        seq_len=64, vocab_size=500, n_layer=3, n_head=2, n_embd=32, pad_vocab=False, attention="written_out"
+    )
     model = GPT(config)
     tokens = torch.randint(500, (4, 65))
     with FlopCounterMode(display=False) as counter:
         model(tokens[:, :-1], tokens[:, 1:]).backward()
     written_out = work(config, 64, 4 * 64)["matrix products"][0]
-    flash = work(replace(config, flash=True), 64, 4 * 64)
+    flash = work(replace(config, attention="sdpa"), 64, 4 * 64)
     assert written_out == counter.get_total_flops()
     assert flash["matrix products"][0] + flash["attention"][0] * 2 * 6 // 7 == written_out
 
@@ -34,7 +36,8 @@ def test_least_traffic():
     assert fused["matrix products"][1] == counts["matrix products"][1] + 4 * 2 * 2  # GELU's input, written and read
     bf16 = work(replace(config, bf16_residual=True), 1, 1)
     assert bf16["normalization"][1] == 3 * 16
-    written_out = work(replace(config, flash=False), 3, 1)  # 3 scores per token, in 6 GEMMs and in the softmax
+    config.attention = "written_out"
+    written_out = work(config, 3, 1)  # 3 scores per token, in 6 GEMMs and in the softmax
     assert written_out["matrix products"][1] == counts["matrix products"][1] + 6 * 2 * (3 + 2)
     assert written_out["attention"][1] == 5 * 3 * 2
 
