@@ -106,20 +106,22 @@ def test_a_limit_spreads_over_all_items(tmp_path):
     assert load_items(path, 10) == load_items(path, 11) == load_items(path) == items
 
 
-def test_the_command_and_its_errors(command, tmp_path):
+def test_the_command_and_its_errors(call_main, tmp_path):
     hugging_face.write(tiny(), tmp_path)
     good = tmp_path / "items.jsonl"
     good.write_text("".join(json.dumps(item) + "\n" for item in make_items(6)))
-    done = command("hellaswag.py", tmp_path, "--data", good, "--device", "cpu")
+    done = call_main("hellaswag.py", tmp_path, "--data", good, "--device", "cpu")
     assert done.returncode == 0 and "items, 6 items: acc 0." in done.stdout and "chance" in done.stdout, done.stderr
     other = tmp_path / "hellaswag_val.jsonl"
     other.write_text(good.read_text())
-    done = command("hellaswag.py", tmp_path, "--data", good, other, "--device", "cpu", "--limit", 5)
+    done = call_main("hellaswag.py", tmp_path, "--data", good, other, "--device", "cpu", "--limit", 5)
     assert done.returncode == 0 and done.stdout.count("5 items: acc ") == 2, done.stderr
     assert "GPT-3 125M" in done.stdout  # the reference, for HellaSwag alone
-    expect_error(command("hellaswag.py", tmp_path, "--data", "nothing.jsonl", "--device", "cpu"), "nothing.jsonl")
-    expect_error(command("hellaswag.py", tmp_path, "--data", good, "--limit", 0), "--batch_tokens and --limit")
-    expect_error(command("hellaswag.py", "nothing/here/x", "--data", good, "--device", "cpu"), "nothing/here/x", "gpt2")
+    expect_error(call_main("hellaswag.py", tmp_path, "--data", "nothing.jsonl", "--device", "cpu"), "nothing.jsonl")
+    expect_error(call_main("hellaswag.py", tmp_path, "--data", good, "--limit", 0), "--batch_tokens and --limit")
+    expect_error(
+        call_main("hellaswag.py", "nothing/here/x", "--data", good, "--device", "cpu"), "nothing/here/x", "gpt2"
+    )
 
 
 ITEM = dict(ctx="a", endings=["b", "c"], label=1)

@@ -118,24 +118,29 @@ def test_read_prompt(monkeypatch, tmp_path):
             read_prompt(tmp_path / name)
 
 
-def test_the_command_and_its_errors(command, tmp_path):
+def test_the_command_and_its_errors(call_main, tmp_path, monkeypatch):
     for name in ("c", "run/checkpoint_000009", "empty"):
         (tmp_path / name).mkdir(parents=True)
         hugging_face.write(tiny_gpt2(), tmp_path / name)
     (tmp_path / "empty" / "config.json").write_text('{"finished": false}')
     arguments = ("sample.py", "c", "--prompt", "Once upon", "--max_new_tokens", 12, "--device", "cpu", "--top_p", 0.9)
-    done = command(*arguments, "--count", 2)
+    done = call_main(*arguments, "--count", 2)
     assert done.returncode == 0 and done.stdout.count("Once upon") == 2, done.stderr
-    one, streamed = command(*arguments, "--count", 1), command(*arguments, "--stream")
+    one, streamed = call_main(*arguments, "--count", 1), call_main(*arguments, "--stream")
     assert streamed.stdout == one.stdout != "", streamed.stderr  # also characters of several tokens
-    assert command(*arguments[:1], "run", *arguments[2:], "--count", 2).stdout == done.stdout  # its newest checkpoint
-    expect_error(command("sample.py", "empty", "--device", "cpu"), "empty is a run without checkpoints")
-    expect_error(command("sample.py", "run/checkpoint_9", "--device", "cpu"), "run/checkpoint_9 is not a folder")
+    assert call_main(*arguments[:1], "run", *arguments[2:], "--count", 2).stdout == done.stdout  # its newest checkpoint
+    expect_error(call_main("sample.py", "empty", "--device", "cpu"), "empty is a run without checkpoints")
+    expect_error(call_main("sample.py", "run/checkpoint_9", "--device", "cpu"), "run/checkpoint_9 is not a folder")
     for temperature in (-1, "nan"):
-        expect_error(command("sample.py", "c", "--temperature", temperature, "--device", "cpu"), "--temperature")
-    expect_error(command("sample.py", "c", "--prompt", "a", "--prompt_file", "b"), "exclude each other")
-    expect_error(command("sample.py", "c", "--device", "cpu", ranks=2), "in one process")
-    expect_error(command("sample.py", "c", "--count", 0, "--device", "cpu"), "--count")
-    expect_error(command("sample.py", "c", "--stream", "--count", 2, "--device", "cpu"), "--stream", "--count")
-    expect_error(command("sample.py", "some-name-that-is-not-there", "--device", "cpu"), "some-name-that-is-not-there")
-    expect_error(command("sample.py", "c", "--tempreature", 1), "--tempreature", "--temperature")
+        expect_error(call_main("sample.py", "c", "--temperature", temperature, "--device", "cpu"), "--temperature")
+    expect_error(call_main("sample.py", "c", "--prompt", "a", "--prompt_file", "b"), "exclude each other")
+    expect_error(call_main("sample.py", "c", "--count", 0, "--device", "cpu"), "--count")
+    expect_error(call_main("sample.py", "c", "--stream", "--count", 2, "--device", "cpu"), "--stream", "--count")
+    expect_error(
+        call_main("sample.py", "some-name-that-is-not-there", "--device", "cpu"), "some-name-that-is-not-there"
+    )
+    expect_error(call_main("sample.py", "c", "--tempreature", 1), "--tempreature", "--temperature")
+    several = dict(RANK=0, LOCAL_RANK=0, WORLD_SIZE=2, LOCAL_WORLD_SIZE=2, MASTER_ADDR="localhost", MASTER_PORT=29500)
+    for name, value in several.items():
+        monkeypatch.setenv(name, str(value))
+    expect_error(call_main("sample.py", "c", "--device", "cpu"), "in one process")
