@@ -237,10 +237,9 @@ def dataset_name(data_dir):
     manifest = Path(data_dir) / MANIFEST
     if manifest.exists():
         return read_manifest(manifest)["source"].get("dataset")
-    names = [re.match("(edu_?)?fineweb_", path.name) for path in list_shards(data_dir, "train")]
-    if not names or not all(names):
-        return None
-    return FINEWEB_EDU if names[0][1] else FINEWEB
+    paths = [path for split in ("val", "train") for path in list_shards(data_dir, split)]
+    names = {re.sub("edu_?", "edu", path.name).partition("_")[0] for path in paths}
+    return {"edufineweb": FINEWEB_EDU, "fineweb": FINEWEB}.get(names.pop()) if len(names) == 1 else None
 
 
 # ----------------------------------------------------------------------------------------------------------------------
