@@ -11,7 +11,7 @@ lm_eval's (pip install lm_eval):
 
 import common.interrupt  # first: Ctrl-C during the other imports
 
-import shutil
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -44,13 +44,14 @@ def main():
         raise UserError(f"{out} already exists: choose another name, or delete it")
     with out_of_memory("use a machine with more memory"):
         model = load_model(flags.model)
-    unfinished = out.with_name(out.name + ".unfinished")  # renamed when complete
     try:
-        shutil.rmtree(unfinished, ignore_errors=True)
-        unfinished.mkdir(parents=True)
-        hugging_face.write(model, unfinished)
-        save_tokenizer(unfinished, model.config.seq_len)
-        unfinished.rename(out)
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=f"{out.name}.", dir=out.parent) as unfinished:
+            complete = Path(unfinished, out.name)
+            complete.mkdir()
+            hugging_face.write(model, complete)
+            save_tokenizer(complete, model.config.seq_len)
+            complete.rename(out)  # so that OUT is never half written
     except (OSError, SafetensorError) as error:
         raise UserError(f"cannot write {out}: {getattr(error, 'strerror', None) or first_line(error)}") from error
     print(f"{out}: {model.num_params():,} parameters")

@@ -193,7 +193,7 @@ def train(flags, distributed, typed):
     if config.demo:
         distributed.on_main(lambda: demo.make_data(config.data_dir))
     train_stream, val_stream, data = open_streams(config)
-    resume.check_data(start, config, data, train_stream.total)
+    resume.check_data(start, config, data)
     hellaswag = choice_in_training(config)
     place = (distributed.device, distributed.data_rank, distributed.data_size)
     loader = Loader(train_stream, config.micro_batch_size, config.seq_len, *place)

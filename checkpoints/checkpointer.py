@@ -9,6 +9,7 @@ import torch.distributed as dist
 from safetensors import SafetensorError
 from torch.nn.utils import get_total_norm
 
+from checkpoints.pieces import has_dtensors
 from checkpoints.run_folder import checkpoints_of, step_of
 from checkpoints.save import snapshot, write
 from common.cli import python_command
@@ -16,7 +17,6 @@ from common.dtensors import full_tensor
 from common.errors import UserError
 from common.files import is_disk_full
 from common.progress import print_over_bar
-from parallel import fsdp
 
 MAX_BAD_STEPS = 10  # in a row, with a loss or gradient norm that is not finite: the run stops
 
@@ -35,7 +35,7 @@ class Checkpointer:
         self.loader, self.data = loader, data
         self.log = log
         self.folder = Path(self.config.log_dir) / self.config.run_name
-        self.group = dist.new_group(backend="gloo") if fsdp.is_sharded(self.config) else None
+        self.group = dist.new_group(backend="gloo") if has_dtensors(self.model) else None
         self.saved = step  # the step of the last snapshot, written or not; at first the step where the run starts
         self.reached = step  # the newest step whose last loss and gradient were finite
         self.pending = False  # a checkpoint is due, and waits for a finite step

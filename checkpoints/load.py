@@ -22,7 +22,7 @@ from data.tokenizer import VOCAB_SIZE
 from model import GPT, GPTConfig
 
 # what a run resumes from
-TRAINING_TYPES = dict(step=int, tokens=int, loader=dict, scaler=dict, run=dict, sha256=dict)
+TRAINING_TYPES = dict(step=int, tokens=int, loader=dict, scaler=dict, run=dict, shards=dict, sha256=dict)
 LOADER_TYPES = dict(position=int, total=int, seed=int, shuffle=bool)
 MAX_LAYERS = 1000  # building more would take minutes, before the weights show that config.json is wrong
 
@@ -62,7 +62,7 @@ def read_training(folder):
         has_types(training, TRAINING_TYPES)
         and has_types(training["loader"], LOADER_TYPES)
         and all(type(value) in (int, float) and value >= 0 for value in training["scaler"].values())
-        and isinstance(training.get("shards", {}), dict)
+        and isinstance(training.get("manifest", 0), str | None)
         and "config.json" in training["sha256"]
         and (training["sha256"].keys() >= {WEIGHTS, STATE} or any(map(pieces.is_piece, training["sha256"])))
     ):
@@ -71,12 +71,12 @@ def read_training(folder):
 
 
 def unchanged_training(folder):
-    """The content of training.json without the hash of that content, which older versions did not write.
+    """The content of training.json without the hash of that content.
 
     Raises OSError if it cannot be read, ValueError if it is not what was written.
     """
     training = read_json(Path(folder) / TRAINING, sha256=dict)
-    if training["sha256"].pop(TRAINING, None) not in (None, json_digest(training)):
+    if training["sha256"].pop(TRAINING, None) != json_digest(training):
         raise ValueError("it is not what was written")
     return training
 

@@ -112,18 +112,6 @@ class ListedFiles(FileSystem):
         return [str(regular_file(Path(path) / file)) for file in self.files]
 
 
-def reader_of(folder, files):
-    """PyTorch's reader, which by default reads every .safetensors file of a folder."""
-    reader = HuggingFaceStorageReader(str(folder))
-    reader.fs = ListedFiles(files)
-    return reader
-
-
-def saved_names(folder, files):
-    """The names of all tensors in a checkpoint's files, to tell the format of an older one."""
-    return reader_of(folder, files).read_metadata().state_dict_metadata.keys()
-
-
 def load(folder, files, targets, optional=()):
     """Copy tensors from a checkpoint's files into targets, {name: tensor or DTensor} on any device.
 
@@ -132,7 +120,8 @@ def load(folder, files, targets, optional=()):
     Returns the tensors of the names in `optional` that the checkpoint has, as new CPU tensors.
     Raises UserError if a tensor is missing or has another shape.
     """
-    reader = reader_of(folder, files)
+    reader = HuggingFaceStorageReader(str(folder))
+    reader.fs = ListedFiles(files)  # by default it reads every .safetensors file of the folder
     saved = reader.read_metadata().state_dict_metadata
     if missing := targets.keys() - saved.keys():
         raise UserError(

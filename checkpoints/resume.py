@@ -13,8 +13,6 @@ from model import GPTConfig
 from optim.optimizer import named_state
 from parallel.tensor import order_by_rank
 
-SHARED_STEP = "adamw_steps"  # one step count for all parameters, in checkpoints that older versions wrote
-
 
 @dataclass
 class Start:
@@ -116,16 +114,12 @@ def changed_flags(start, config, world_size):
     return notes
 
 
-def check_data(start, config, data, total):
-    """Raises UserError if the data differ from the checkpoint's. data: from open_streams; total: training tokens."""
+def check_data(start, config, data):
+    """Raises UserError if the data differ from the checkpoint's. data: from open_streams."""
     if not start.resumed:
         return
-    before, loader = start.training, start.training["loader"]
-    difference, manifests = None, (before.get("manifest"), data["manifest"])
-    if "shards" in before:
-        difference = first_difference(before["shards"], data["shards"])
-    elif total != loader["total"]:  # an older version's checkpoint, which lists no shards
-        difference = f"{total} training tokens instead of {loader['total']}"
+    manifests = start.training["manifest"], data["manifest"]
+    difference = first_difference(start.training["shards"], data["shards"])
     if not difference and all(manifests) and manifests[0] != manifests[1]:
         difference = f"{MANIFEST} is not the same"
     if difference:
@@ -144,18 +138,13 @@ def restore(start, model, optimizer, scaler, loader, distributed):
     loader.restore(start.training["loader"])
     state = named_state(model, optimizer)
     rank = distributed.rank
-    optional = [SHARED_STEP, f"random.{rank}", f"scales.{rank}", "scales.0"]
+    optional = [f"random.{rank}", f"scales.{rank}", "scales.0"]
     files = [name for name in start.training["sha256"] if name.endswith(".safetensors")]
     with load.explained(start.resumed, expected="another checkpoint"):
         if start.training["scaler"] and scaler.is_enabled():
             scaler.load_state_dict(start.training["scaler"])
-        shared = SHARED_STEP in pieces.saved_names(start.resumed, files)
-        steps = {name: value for name, value in state.items() if shared and name.startswith("step.")}
-        targets = {name: value for name, value in state.items() if name not in steps}
-        found = pieces.load(start.resumed, files, targets, optional)
-        order_by_rank(targets.items())
-        for step in steps.values():
-            step.copy_(found[SHARED_STEP])
+        found = pieces.load(start.resumed, files, state, optional)
+        order_by_rank(state.items())
         if f"random.{rank}" in found:
             set_random_state(found[f"random.{rank}"], distributed.device)
     scales, modules = found.get(f"scales.{rank}", found.get("scales.0")), modules_with_scales(model)

@@ -58,7 +58,7 @@ def facts_of(folder):
 
 
 def flags_file_of(flags):
-    """The flags.yaml of the run that --resume PATH names, or None; older versions wrote none.
+    """The flags.yaml of the run that --resume PATH names, or None.
 
     flags: a command line, {flag: text}. If this command has begun a branch before, it is the branch's flags.yaml.
     """
@@ -69,7 +69,7 @@ def flags_file_of(flags):
     branch = Path(str(flags.get("log_dir", run.parent)), name) if isinstance(name, str) else None
     if branch and facts_of(branch).get("resume") == resume:
         run = branch
-    return run / FLAGS if "finished" in facts_of(run) and (run / FLAGS).is_file() else None
+    return run / FLAGS if "finished" in facts_of(run) else None
 
 
 def named_run(resume):

@@ -25,22 +25,26 @@ metric_list: [{metric: acc, aggregation: mean, higher_is_better: true}]
 """
 
 
-def test_the_export_has_no_training_state(command, tmp_path):
+def test_the_export_has_no_training_state(command, call_main, tmp_path):
     model = tiny_gpt2()
     (tmp_path / "checkpoint_000003").mkdir()
     hugging_face.write(model, tmp_path / "checkpoint_000003")
     (tmp_path / "checkpoint_000003" / "optimizer.safetensors").write_bytes(b"large")
+    (tmp_path / "some" / "where.unfinished").mkdir(parents=True)  # of somebody else, who keeps it
+    (tmp_path / "some" / "where.unfinished" / "notes").write_text("")
     done = command("export.py", "checkpoint_000003", "some/where")
     assert done.returncode == 0 and "from_pretrained" in done.stdout, done.stderr
     names = {path.name for path in (tmp_path / "some" / "where").iterdir()}
     assert names == {"config.json", "model.safetensors", "vocab.json", "merges.txt", "tokenizer_config.json"}
+    assert [path.name for path in (tmp_path / "some").rglob("*unfinished*/*")] == ["notes"]
+    assert len(list((tmp_path / "some").iterdir())) == 2
     where = json.loads((tmp_path / "some" / "where" / "tokenizer_config.json").read_text())
     assert where["model_max_length"] == model.config.seq_len
     x = torch.randint(50257, (2, 64))
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "some" / "where").eval()
     torch.testing.assert_close(theirs(x).logits, model(x), rtol=1e-4, atol=1e-3)
     (tmp_path / "file").write_text("")
-    expect_error(command("export.py", "checkpoint_000003", "file/out"), "cannot write file/out")
+    expect_error(call_main("export.py", "checkpoint_000003", "file/out"), "cannot write file/out")
 
 
 def test_lm_eval_computes_the_same_accuracy(command, tmp_path):

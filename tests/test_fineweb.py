@@ -110,21 +110,21 @@ def test_odd_documents(command, tmp_path):
     )
 
 
-def test_changed_missing_and_additional_files(command, documents, tmp_path):
+def test_changed_missing_and_additional_files(command, call_main, documents, tmp_path):
     assert command("fineweb.py", "--input", "docs*", "--out", "d", "--shard_size", 500).returncode == 0
     folder = tmp_path / "d"
     path = folder / "text_train_000002.npy"
     original = path.read_bytes()
     path.write_bytes(original[:-3] + bytes([original[-3] ^ 1]) + original[-2:])
-    expect_error(command("fineweb.py", "--out", "d", "--verify"), "train_000002.npy is damaged")
+    expect_error(call_main("fineweb.py", "--out", "d", "--verify"), "train_000002.npy is damaged")
     open_shards(folder, "train")  # does not compute hashes
     path.unlink()
-    expect_error(command("fineweb.py", "--out", "d", "--verify"), "train_000002.npy", "No such file")
+    expect_error(call_main("fineweb.py", "--out", "d", "--verify"), "train_000002.npy", "No such file")
     with pytest.raises(UserError, match="train_000002.npy is missing"):
         open_shards(folder, "train")
     path.write_bytes(original)
     (folder / "other_train_000009.npy").write_bytes(original)
-    expect_error(command("fineweb.py", "--out", "d", "--verify"), "other_train_000009.npy", "not in shards.json")
+    expect_error(call_main("fineweb.py", "--out", "d", "--verify"), "other_train_000009.npy", "not in shards.json")
     with pytest.raises(UserError, match="other_train_000009.npy is an additional shard"):
         open_shards(folder, "train")
     (folder / "shards.json").write_text("{}")
@@ -132,10 +132,10 @@ def test_changed_missing_and_additional_files(command, documents, tmp_path):
         open_shards(folder, "train")
     (folder / "shards.json").unlink()
     open_shards(folder, "train")
-    expect_error(command("fineweb.py", "--out", "d", "--verify"), "shards.json", "No such file")
+    expect_error(call_main("fineweb.py", "--out", "d", "--verify"), "shards.json", "No such file")
 
 
-def test_shards_are_cut_again_into_another_size(command, documents, tmp_path):
+def test_shards_are_cut_again_into_another_size(command, call_main, documents, tmp_path):
     arguments = ("--input", "docs*", "--dataset", "fineweb", "--shard_size", 333)
     assert command("fineweb.py", *arguments, "--out", "single").returncode == 0
     again = ("fineweb.py", "--input", "single/*.npy", "--shard_size", 1000)
@@ -147,51 +147,51 @@ def test_shards_are_cut_again_into_another_size(command, documents, tmp_path):
     assert sources[0] == sources[1] and sources[0]["dataset"] == "HuggingFaceFW/fineweb"
     path = tmp_path / "single" / "fineweb_train_000001.npy"
     path.write_bytes(path.read_bytes()[:-2] + b"\0\0")
-    expect_error(command(*again, "--out", "other"), f"{path.name} is damaged")
+    expect_error(call_main(*again, "--out", "other"), f"{path.name} is damaged")
     path.unlink()
-    expect_error(command(*again, "--out", "another"), f"{path.name} is missing from --input")
+    expect_error(call_main(*again, "--out", "another"), f"{path.name} is missing from --input")
 
 
-def test_the_command(command, documents, tmp_path):
+def test_the_command(command, call_main, documents, tmp_path):
     arguments = ("--input", "docs*", "--out", "few", "--shard_size", 100, "--max_tokens", 250)
     done = command("fineweb.py", *arguments, env=dict(TQDM_DISABLE="1"))  # --max_tokens does not need the bar
     assert done.returncode == 0, done.stderr
     assert "1 validation shard" in done.stdout and "train_gpt2.py --model tiny --data_dir few" in done.stdout
     assert np.array_equal(read_all(tmp_path / "few"), plain_tokens(TEXTS)[:250])
-    expect_error(command("fineweb.py", *arguments), "already holds", "--out")
+    expect_error(call_main("fineweb.py", *arguments), "already holds", "--out")
     with lock(tmp_path / "few" / "lock"):  # another call is writing this folder
-        expect_error(command("fineweb.py", *arguments), "few is being written by another process", "--out")
+        expect_error(call_main("fineweb.py", *arguments), "few is being written by another process", "--out")
 
 
-def test_errors_are_one_line(command, tmp_path):
+def test_errors_are_one_line(call_main, tmp_path):
     write_parquet(tmp_path / "docs.parquet", TEXTS)
     pq.write_table(pa.table(dict(words=["a"])), tmp_path / "other.parquet")
     pq.write_table(pa.table(dict(text=[7])), tmp_path / "numbers.parquet")
     (tmp_path / "broken.parquet").write_bytes(b"this is not parquet")
     total = len(plain_tokens(TEXTS))
     (tmp_path / "empty.txt").write_text("\n<|endoftext|>\n")
-    expect_error(command("fineweb.py", "--input", "empty.txt"), "only 0 tokens", "more text")
-    exact = command("fineweb.py", "--input", "docs.parquet", "--shard_size", total)
+    expect_error(call_main("fineweb.py", "--input", "empty.txt"), "only 0 tokens", "more text")
+    exact = call_main("fineweb.py", "--input", "docs.parquet", "--shard_size", total)
     expect_error(exact, f"only {total:,} tokens", "leave out --shard_size")
     assert not list(tmp_path.rglob("*.npy")) and not list(tmp_path.rglob("unfinished.json"))
-    expect_error(command("fineweb.py", "--input", "nothing*.parquet"), "nothing*.parquet", "no such files")
-    expect_error(command("fineweb.py", "--input", "other.parquet"), "no column named text", "words")
-    expect_error(command("fineweb.py", "--input", "numbers.parquet"), "column named text holds int64")
-    expect_error(command("fineweb.py", "--input", "broken.parquet"), "broken.parquet", "cannot read")
-    expect_error(command("fineweb.py", "--input", "docs.parquet", "--shard_size", 0), "--shard_size 0")
+    expect_error(call_main("fineweb.py", "--input", "nothing*.parquet"), "nothing*.parquet", "no such files")
+    expect_error(call_main("fineweb.py", "--input", "other.parquet"), "no column named text", "words")
+    expect_error(call_main("fineweb.py", "--input", "numbers.parquet"), "column named text holds int64")
+    expect_error(call_main("fineweb.py", "--input", "broken.parquet"), "broken.parquet", "cannot read")
+    expect_error(call_main("fineweb.py", "--input", "docs.parquet", "--shard_size", 0), "--shard_size 0")
     limited = ("--input", "docs.parquet", "--max_tokens", 50, "--shard_size", 50)
-    expect_error(command("fineweb.py", *limited), "--max_tokens 50", "leave out --shard_size")
-    expect_error(command("fineweb.py", "--input", "docs.parquet", "--max_tokens", 1), "raise --max_tokens")
-    expect_error(command("fineweb.py", "--input", "docs.parquet", "--subset", "x"), "leave them out with --input")
+    expect_error(call_main("fineweb.py", *limited), "--max_tokens 50", "leave out --shard_size")
+    expect_error(call_main("fineweb.py", "--input", "docs.parquet", "--max_tokens", 1), "raise --max_tokens")
+    expect_error(call_main("fineweb.py", "--input", "docs.parquet", "--subset", "x"), "leave them out with --input")
     (tmp_path / "docs.csv").write_text("text")
-    expect_error(command("fineweb.py", "--input", "docs.csv"), "docs.csv: --input takes .txt")
+    expect_error(call_main("fineweb.py", "--input", "docs.csv"), "docs.csv: --input takes .txt")
     np.save(tmp_path / "docs.npy", plain_tokens(TEXTS))
-    expect_error(command("fineweb.py", "--input", "docs.[np]*"), "not both")
+    expect_error(call_main("fineweb.py", "--input", "docs.[np]*"), "not both")
     (tmp_path / "docs[1].csv").write_text("a name with brackets")
-    expect_error(command("fineweb.py", "--input", "docs[1].csv"), "docs[1].csv: --input takes .txt")
-    expect_error(command("fineweb.py", "--input", "docs.parquet", "--out", "docs.parquet"), "docs.parquet", "--out")
+    expect_error(call_main("fineweb.py", "--input", "docs[1].csv"), "docs[1].csv: --input takes .txt")
+    expect_error(call_main("fineweb.py", "--input", "docs.parquet", "--out", "docs.parquet"), "docs.parquet", "--out")
     for dataset in ("fineweb", "fineweb-edu"):
-        done = command("fineweb.py", "--dataset", dataset)
+        done = call_main("fineweb.py", "--dataset", dataset)
         expect_error(done, f"cannot read HuggingFaceFW/{dataset} sample-10BT from the hub", "--input")
 
 

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from checkpoints import load, resume, save
 from common.dtensors import fill, full_tensor
 from common.errors import UserError
-from common.files import digest
+from common.files import digest, json_digest
 from config import Config
 from data.tokenizer import VOCAB_SIZE
 from model import GPT, GPTConfig
@@ -21,7 +21,8 @@ from optim.optimizer import make_optimizer, named_state
 from parallel import fsdp
 
 SIZES = GPTConfig(seq_len=16, n_layer=1, n_head=1, n_embd=2, pad_vocab=False)
-TRAINING = dict(step=2, tokens=64, scaler={}, run={}, loader=dict(position=64, total=99, seed=1, shuffle=True))
+LOADER = dict(position=64, total=99, seed=1, shuffle=True)
+TRAINING = dict(step=2, tokens=64, scaler={}, run={}, loader=LOADER, shards={}, manifest=None)
 
 
 class Scaled(torch.nn.Module):
@@ -80,9 +81,10 @@ def restore(folder, layout="ddp", scaled=None):
 
 
 def rewrite(folder, **changes):
-    """Change training.json, and hash the files as they are now; as older versions, it has no hash of its own."""
+    """Change training.json, and hash it and the files as they are now."""
     training = json.loads((folder / "training.json").read_text()) | changes
     training["sha256"] = {name: digest(folder / name) for name in training["sha256"] if name != "training.json"}
+    training["sha256"]["training.json"] = json_digest(training)
     (folder / "training.json").write_text(json.dumps(training))
 
 
@@ -170,15 +172,18 @@ def test_training_json_has_a_hash(checkpoint, capsys):
     assert capsys.readouterr().out == ""
     load.load_model(checkpoint)
     assert "its weights are not verified, because training.json" in capsys.readouterr().out
-    del training["sha256"]["training.json"]  # as older versions wrote it
+    del training["sha256"]["training.json"]
     path.write_text(json.dumps(training))
+    assert "training.json: it is not what was written" in one_line(load.verify, checkpoint)
+    rewrite(checkpoint)
     assert load.read_training(checkpoint)["loader"]["position"] == 80
 
 
 @pytest.mark.parametrize("value", [None, "x", -1, True, 0.5, float("nan"), [], {}])
 def test_training_of_wrong_kinds(checkpoint, value):
     loader = TRAINING["loader"] | dict(position=value)
-    for changes in (dict(step=value), dict(loader=loader), dict(scaler=dict(scale=value)), dict(run=value or 0)):
+    wrong = [dict(step=value), dict(loader=loader), dict(scaler=dict(scale=value))]
+    for changes in (*wrong, dict(run=value or 0), dict(shards=value or 0)):
         rewrite(checkpoint, **TRAINING | changes)
         one_line(restore, checkpoint)
     (checkpoint / "training.json").write_text(json.dumps(TRAINING | dict(sha256=value)))

@@ -1,3 +1,4 @@
+import errno
 import json
 import math
 from concurrent.futures import ThreadPoolExecutor
@@ -193,6 +194,29 @@ def test_a_checkpoint_waits_for_a_finite_step(tmp_path, capsys):
     assert "step     4/10000000 | the weights are not finite: no checkpoint\n" in out
 
 
+@pytest.mark.parametrize("others", [0, 1])
+def test_a_checkpoint_that_did_not_fit_on_the_disk_never_appears(tmp_path, monkeypatch, capsys, others):
+    """Neither at once nor after an older one has made room, and nothing of it is left."""
+    checkpointer, _ = make_checkpointer(tmp_path, checkpoint_every=1)
+
+    def save_until(step):
+        checkpointer.save_if_due(step, 0, healthy=True, last=False)
+        checkpointer.wait()
+        return [path.name for path in (tmp_path / "run").iterdir()]
+
+    def fill_the_disk(state, path):
+        path.write_bytes(b"half")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    for step in range(others + 1):
+        save_until(step + 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(save, "save_file", fill_the_disk)
+        assert save_until(others + 2) == [f"checkpoint_{others + 1:06d}"]
+    assert capsys.readouterr().out.count("the checkpoint was not written ([Errno 28]") == 1
+    assert f"checkpoint_{others + 3:06d}" in save_until(others + 3)
+
+
 class Momentum(torch.optim.Optimizer):
     """Any optimizer: its state has other names than AdamW's, and a scalar."""
 
@@ -223,6 +247,7 @@ def test_the_state_of_any_optimizer_is_restored(tmp_path, make):
     state = {name: tensor.clone() for name, tensor in named_state(model, optimizer).items()}
     assert any(name.endswith(".transformer.h.0.mlp.c_fc.weight") for name in state)
     training = dict(step=1, tokens=64, scaler={}, run={}, loader=dict(position=64, total=1, seed=1, shuffle=True))
+    training |= dict(shards={}, manifest=None)
     folder = save.write(tmp_path / "checkpoint_000001", model, save.snapshot(model, optimizer, ALONE), training)
     other = make(model.parameters())
     allocate_state(other)
