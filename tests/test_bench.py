@@ -25,5 +25,5 @@ def test_it_times_steps_and_leaves_nothing(command, tmp_path, ranks, autocast):
         ("--profile 2", "--profile"),
     ],
 )
-def test_what_it_does_not_do(command, flags, complaint):
-    expect_error(command("bench.py", *TINY, *flags.split()), complaint)
+def test_what_it_does_not_do(call_main, flags, complaint):
+    expect_error(call_main("bench.py", *TINY, *flags.split()), complaint)

@@ -260,7 +260,7 @@ def test_ctrl_c_after_the_imports(monkeypatch, capsys):
     assert end.value.code == 130 and capsys.readouterr().err == "interrupted\n" and cleaned
 
 
-def test_the_demo(command, corpus, tmp_path):
+def test_the_demo(command, corpus, tmp_path, call_main):
     done = command("train_gpt2.py", "--demo", "--max_steps", 3, "--val_tokens", 1024, "--wandb", "disabled")
     assert done.returncode == 0, done.stderr
     assert re.search(r"validation loss 10\.\d+ -> 10\.\d+ in 3 steps", done.stdout)
@@ -268,7 +268,7 @@ def test_the_demo(command, corpus, tmp_path):
     following = next(line for line in done.stdout.splitlines() if line.startswith("Next: "))
     python, *words = shlex.split(following.removeprefix("Next: "))
     assert shutil.which(python) and "Hello, my name is" in command(*words, "--max_new_tokens", 2).stdout
-    expect_error(command("train_gpt2.py", "--demo", "--data_dir", "corpus"), "corpus already holds 4 other shards")
+    expect_error(call_main("train_gpt2.py", "--demo", "--data_dir", "corpus"), "corpus already holds 4 other shards")
     train_shard, val_shard = sorted((tmp_path / "demo_data").glob("*.npy"))
     assert train_shard.stat().st_size > 5 * val_shard.stat().st_size > 50_000
 

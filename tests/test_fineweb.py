@@ -255,7 +255,7 @@ def test_a_position_that_the_source_lacks(corpus, tmp_path):
 
 
 @pytest.mark.parametrize(("shard_size", "after"), [(333, 1), (333, "end"), (None, 4)])
-def test_an_interrupted_call_continues(command, documents, tmp_path, shard_size, after):
+def test_an_interrupted_call_continues(command, documents, tmp_path, shard_size, after, call_main):
     """A call that is killed and then repeated writes the same files as one call."""
     arguments = ("--input", "docs*", "--workers", 2, *(("--shard_size", shard_size) if shard_size else ()))
     assert command("fineweb.py", *arguments, "--out", "single").returncode == 0
@@ -280,7 +280,7 @@ def test_an_interrupted_call_continues(command, documents, tmp_path, shard_size,
         other = command("fineweb.py", *arguments, "--out", "parts", "--shard_size", 500)
         expect_error(other, "was started with", "--shard_size 333")
     (tmp_path / "docs9.parquet").write_bytes((tmp_path / "docs0.parquet").read_bytes())
-    expect_error(command("fineweb.py", *arguments, "--out", "parts"), "other files")
+    expect_error(call_main("fineweb.py", *arguments, "--out", "parts"), "other files")
     (tmp_path / "docs9.parquet").unlink()
     done = command("fineweb.py", *arguments, "--out", "parts")
     assert done.returncode == 0, done.stderr

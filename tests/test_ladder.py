@@ -115,12 +115,12 @@ def test_a_ladder_climbs(train, tmp_path):
     expect_error(train("climb", fails=True), "climb", "--run_name")
 
 
-def test_bad_ladders_end_in_one_line(train, command, tmp_path):
+def test_bad_ladders_end_in_one_line(train, call_main, tmp_path):
     expect_error(train("x", "--ladder", "--rungs", "sparse", fails=True), "sparse", "tf32")
     expect_error(train("x", "--ladder", "--ladder_steps", 0, fails=True), "--ladder_steps 0")
     expect_error(train("x", "--ladder", "--profile", 1, fails=True), "--profile")
     expect_error(train("x", "--ladder", "--fp8", "--parallel", "zero3", fails=True), "--fp8 needs --parallel ddp")
-    expect_error(command("train_gpt2.py", "--ladder", "--data_dir", "nowhere"), "no train shards in nowhere")
+    expect_error(call_main("train_gpt2.py", "--ladder", "--data_dir", "nowhere"), "no train shards in nowhere")
     expect_error(train("x", "--ladder", "--init_from", "no/such", fails=True), "no/such")  # as every rung would say
     done = train("sweep", "--sweep", "flash=on,perhaps", fails=True, script="ladder.py")
     expect_error(done, "--sweep flash=on,perhaps", "--flash=perhaps: it must be on or off")

@@ -56,7 +56,7 @@ def test_another_vocabulary_is_refused(tmp_path):
         load.load_model(tmp_path / "ckpt.pt")
 
 
-def test_build_nanogpts(tmp_path, monkeypatch, command):
+def test_build_nanogpts(tmp_path, monkeypatch, command, call_main):
     """Whose settings are an object of its own script's; and on to transformers."""
     model, state = weights(rows=50304)
     monkeypatch.setattr(sys.modules["__main__"], "GPTConfig", GPTConfig_, raising=False)
@@ -70,8 +70,8 @@ def test_build_nanogpts(tmp_path, monkeypatch, command):
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
     torch.testing.assert_close(theirs(x).logits, model(x), rtol=1e-4, atol=1e-4)
     assert AutoTokenizer.from_pretrained(tmp_path / "out")("Hello world")["input_ids"] == [15496, 995]
-    expect_error(command("export.py", "model_00005.pt", "out"), "already exists")
-    expect_error(command("export.py", "nothing.pt", "other"), "nothing.pt")
+    expect_error(call_main("export.py", "model_00005.pt", "out"), "already exists")
+    expect_error(call_main("export.py", "nothing.pt", "other"), "nothing.pt")
     assert not (tmp_path / "other").exists()
 
 

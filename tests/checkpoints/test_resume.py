@@ -122,7 +122,7 @@ def test_a_branch_goes_on_by_its_own_command(train):
     assert [row["step"] for row in metrics(branch)] == [2, 3, 4, 5]
 
 
-def test_flags_come_from_the_run_or_from_a_file(train, command):
+def test_flags_come_from_the_run_or_from_a_file(train, command, call_main):
     """--resume continues a run with its flags, and --config repeats it; the command line has the last word."""
     drop = "--checkpoint_every --max_steps"
     whole = train("whole", "--checkpoint_every", 2, "--max_steps", 4, drop=drop)
@@ -134,7 +134,7 @@ def test_flags_come_from_the_run_or_from_a_file(train, command):
     assert logged(whole.with_name("branch"))[0] == logged(whole)[2]
     assert command("train_gpt2.py", "--resume", "log/whole", "--max_steps", 5).returncode == 0
     assert len(logged(whole)) == 5
-    expect_error(command("train_gpt2.py", "--config", "none.yaml"), "none.yaml", "No such file")
+    expect_error(call_main("train_gpt2.py", "--config", "none.yaml"), "none.yaml", "No such file")
     own = dict(resume="log/whole/checkpoint_000002", run_name="branch", log_dir=str(whole.parent))
     assert run_folder.flags_file_of(own) == whole.with_name("branch") / "flags.yaml"
     (whole.parent / "flags.yaml").write_text("lr: 1")  # of no run

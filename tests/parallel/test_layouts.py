@@ -38,7 +38,7 @@ def assert_same(run, whole, steps=4):
         torch.testing.assert_close(weight, expected, rtol=1e-3, atol=5e-5, msg=name)
 
 
-def test_every_layout_trains_and_resumes_as_one_rank_does(train, train_several, command, tmp_path):
+def test_every_layout_trains_and_resumes_as_one_rank_does(train, train_several, command, tmp_path, call_main):
     (tmp_path / "items.jsonl").write_text("".join(json.dumps(item) + "\n" for item in make_items(5)))
     flags = "--max_steps 4 --checkpoint_every 2 --val_every 4 --sample_every 4 --hellaswag_every 4".split()
     flags += ["--hellaswag_data", str(tmp_path / "items.jsonl"), "--micro_batch_size", "1"]
@@ -101,9 +101,9 @@ def test_every_layout_trains_and_resumes_as_one_rank_does(train, train_several, 
     ):
         expect_error(done, "checkpoint_000004 is damaged: shard-00003-", "is not what was written")
     piece.unlink()
-    expect_error(command("sample.py", runs[1] / "checkpoint_000004"), "is damaged: shard-00003-", "No such file")
+    expect_error(call_main("sample.py", runs[1] / "checkpoint_000004"), "is damaged: shard-00003-", "No such file")
     (runs[1] / "checkpoint_000004" / "training.json").unlink()  # has the hashes
-    expect_error(command("sample.py", runs[1] / "checkpoint_000004"), "checkpoint_000004 lacks a piece of")
+    expect_error(call_main("sample.py", runs[1] / "checkpoint_000004"), "checkpoint_000004 lacks a piece of")
 
 
 def placed(n_layer, distributed=ALONE, **flags):

@@ -31,7 +31,7 @@ ON_FOUR_RANKS = dict(
 WITH_MUON = dict(muon_context="--context 2", muon_pipeline="--pipeline 2")  # --tensor refuses it
 
 
-def test_figures_checkpoints_and_exports(train, train_several, command, tmp_path):
+def test_figures_checkpoints_and_exports(train, train_several, command, tmp_path, call_main):
     (tmp_path / "items.jsonl").write_text("".join(json.dumps(item) + "\n" for item in make_items(2)))
     steps = f"--n_layer 3 --micro_batch_size 1 --mask_documents --max_steps {STEPS} --checkpoint_every {MIDDLE}"
     evaluations = f"--val_every {STEPS} --hellaswag_every {STEPS} --sample_every {STEPS}"
@@ -60,7 +60,7 @@ def test_figures_checkpoints_and_exports(train, train_several, command, tmp_path
             assert torch.equal(weight, expected[name]), name
     piece = next(final("pipeline").glob("shard-00001-*"))
     piece.write_bytes(piece.read_bytes()[:-1] + b"x")
-    expect_error(command("sample.py", final("pipeline")), "is damaged: shard-00001-", "is not what was written")
+    expect_error(call_main("sample.py", final("pipeline")), "is damaged: shard-00001-", "is not what was written")
 
 
 # the targets of context's ranks are a graph of their own; FSDP's hooks separate embeddings, blocks (one graph) and head
