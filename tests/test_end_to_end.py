@@ -117,6 +117,20 @@ def test_validation_is_the_mean_over_its_tokens(train, corpus):
         assert 0 < metrics(shown)[-1]["val_bits_per_byte"] < expected  # random tokens have several bytes each
 
 
+def test_validation_computes_as_training_does(train, corpus):
+    """Under the run's autocast, to the last bit of a bf16 product."""
+    run = train("bf16", "--autocast", "bf16", "--val_every", 3, "--val_tokens", 128, "--checkpoint_every", 3)
+    model = load.load_model(run / "checkpoint_000003")
+    tokens = torch.from_numpy(open_shards(corpus, "val")[0][:129].astype("int64"))
+    x, y = tokens[:-1].view(4, 32), tokens[1:].view(4, 32)
+    with torch.no_grad():
+        exact = model(x, y).item()
+        with torch.autocast("cpu", torch.bfloat16):
+            rounded = model(x, y).item()
+    assert abs(exact - rounded) > 1e-5
+    assert metrics(run)[-1]["val_loss"] == pytest.approx(rounded, abs=1e-6)
+
+
 COUNT_REDUCTIONS = """
 import os
 import time

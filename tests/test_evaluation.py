@@ -35,6 +35,20 @@ def test_validation_has_the_same_tokens_for_every_batch_and_number_of_ranks(corp
             assert sum(parts) == pytest.approx(expected, abs=1e-5)
 
 
+@pytest.mark.parametrize("ranks, tensor, context, pipeline", [(1, 1, 1, 1), (3, 1, 1, 1), (8, 2, 1, 2), (8, 2, 2, 1)])
+def test_ranks_share_the_batches_of_an_evaluation(ranks, tensor, context, pipeline):
+    """Each batch is evaluated once by every part of the model: --context splits no sequence of an evaluation."""
+    shares = []
+    for rank in range(ranks):
+        distributed = Distributed(rank, ranks, torch.device("cpu"), tensor, context, pipeline)
+        shares.append(list(evaluation.batches_of_rank(range(7), "", distributed)))
+    copies = ranks // tensor // pipeline
+    assert shares[: copies * tensor : tensor] == [list(range(first, 7, copies)) for first in range(copies)]
+    stages = [shares[first : first + copies * tensor] for first in range(0, ranks, copies * tensor)]
+    assert stages == stages[:1] * pipeline
+    assert all(share == shares[rank // tensor * tensor] for rank, share in enumerate(shares))
+
+
 def test_bits_per_byte_count_the_bytes_of_the_text(tmp_path, monkeypatch):
     """Not the tokens, and no byte for <|endoftext|>."""
     texts = ["naïve 日本語 🙂, and the rest is English.", "\x00\ufffd  two", "<|endoftext|>"]
