@@ -86,7 +86,7 @@ def test_autocast_stays_close(dtype, tolerance):
     assert loss == pytest.approx(model(x, y).item(), rel=tolerance)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+@pytest.mark.gpu
 def test_tf32_stays_close():
     x, y = (tensor.cuda() for tensor in batch())
     model = tiny().cuda()

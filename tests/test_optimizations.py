@@ -82,6 +82,7 @@ def losses(**flags):
     return found
 
 
+@pytest.mark.gpu(cpu_too=True)
 @pytest.mark.parametrize("name", CASES)
 def test_on_against_off(name):
     tolerance, on, both = CASES[name]

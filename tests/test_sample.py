@@ -45,7 +45,7 @@ def test_the_cache_does_not_change_the_tokens(attention, length):
     assert len(expected[:, length:].unique()) > 1
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+@pytest.mark.gpu
 @pytest.mark.parametrize("count", [1, 5])
 @pytest.mark.parametrize("length", [1, 5, 24, 30])
 def test_the_cuda_graph_does_not_change_the_tokens(count, length):

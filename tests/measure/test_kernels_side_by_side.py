@@ -14,6 +14,7 @@ SMALL = "--tokens 40 --n_embd 24 --vocab_size 301 --repeats 1 --run_name levels"
 LEVELS = ["eager", "library"] if DEVICE.type == "cpu" else list(kernels.LEVELS["cross_entropy"])
 
 
+@pytest.mark.gpu(cpu_too=True)
 @pytest.mark.parametrize("kernel", kernels.LEVELS)
 @pytest.mark.parametrize("level", LEVELS)
 def test_every_level_computes_the_same(monkeypatch, kernel, level):

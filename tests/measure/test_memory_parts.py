@@ -111,7 +111,7 @@ def test_one_line_for_a_person():
     assert describe_memory(1.5, None) == "peak memory 1.50 GB"
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.gpu
 @pytest.mark.parametrize("flags", [{}, dict(autocast="bf16", compile=True), dict(fused_cross_entropy=True)])
 def test_the_parts_of_a_step_sum_to_its_peak(flags):
     device = torch.device("cuda")

@@ -108,7 +108,7 @@ def test_a_memory_snapshot_is_of_a_gpu():
             check_traced_steps(Config(**flags), 0, device)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+@pytest.mark.gpu
 def test_a_memory_snapshot_has_allocations_with_their_stacks(tmp_path, capsys):
     snapshot = profile.MemorySnapshot(2, tmp_path)
     for _ in range(7):

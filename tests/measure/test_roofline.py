@@ -42,7 +42,7 @@ def test_least_traffic():
     assert written_out["attention"][1] == 5 * 3 * 2
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+@pytest.mark.gpu
 def test_the_peaks_of_a_gpu():
     name = torch.cuda.get_device_name()
     peak, bandwidth = gpu_peaks(torch.device("cuda", 0), 989.4e12)

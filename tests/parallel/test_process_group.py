@@ -33,7 +33,7 @@ def test_auto_takes_the_cpu_where_there_is_nothing_else(monkeypatch):
     assert alone.minimum(3) == 3.0
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+@pytest.mark.gpu
 def test_an_all_reduce_waits_neither_for_the_gpu_nor_for_later_work():
     device = torch.device("cuda", 0)
     process_group.Distributed(0, 1, device).all_reduce(torch.zeros((), device=device), 1)  # takes the memory
