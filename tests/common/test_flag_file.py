@@ -1,11 +1,14 @@
 import dataclasses
+import shutil
+from pathlib import Path
 
 import pytest
 
 from common import flag_file
 from common.errors import UserError
 from common.peer_flags import HINTS
-from config import GROUPS, Config, chosen_flags
+from config import GROUPS, Config, chosen_flags, defaults
+from optim import recipes
 
 
 def read(path, text):
@@ -21,6 +24,21 @@ def test_what_is_written_is_read(tmp_path):
     assert len(text.splitlines()) == 13  # no flag that has its default
     read_back = Config(**flag_file.read(tmp_path / "flags.yaml", Config, HINTS))
     assert read_back == dataclasses.replace(config, run_name=None)
+
+
+def test_a_run_of_an_older_version_continues_with_its_flags(tmp_path):
+    """Its file has every flag of that version, and --resume takes every value, also usual defaults."""
+    run = tmp_path / "old"
+    run.mkdir()
+    (run / "config.json").write_text('{"finished": false}')
+    shutil.copy(Path(__file__).with_name("old_flags.yaml"), run / "flags.yaml")
+    own = dict(lr=5e-4, max_steps=19073, autocast="off", data_dir="my data", warmup_steps=715, compile=True)
+    config = Config(**recipes.recipe_defaults(dict(model="tiny", optimizer="muon")) | own)
+    assert defaults(dict(resume=str(run))) == config
+    # the file that the run writes next has what differs from its recipe
+    flag_file.write(run / "flags.yaml", chosen_flags(config), GROUPS)
+    assert read(run / "new.yaml", (run / "flags.yaml").read_text()) == dict(model="tiny", optimizer="muon") | own
+    assert defaults(dict(resume=str(run))) == config
 
 
 def test_values_as_people_write_them(tmp_path):
