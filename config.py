@@ -31,12 +31,16 @@ SETTLING_STEPS = 5  # steps that no measurement counts: compilation, the allocat
 INTERVALS = ("val_every", "hellaswag_every", "sample_every", "checkpoint_every")
 
 
+# Facts of a flag, beside its bounds. report=True: a resumed run reports its change, since results change by more than
+# the order of sums. one_start=True: it belongs to one start of a run, and is not in the run's flags.yaml. sweep=False:
+# a measurement sets it, or it has no effect there. sweep="axis": --sweep may vary it, a recipe of --to_loss may not.
+
+
 @dataclass
 class Basics:
     """The flags that most people need."""
 
     TITLE = "basic"
-
     demo: bool = flag(False, sweep=False)
     """--model tiny on text that comes with Python: a few minutes on a CPU; no network, no FineWeb needed."""
     model: Literal["gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl", "tiny"] = flag("gpt2", report=True)
@@ -54,7 +58,7 @@ class Basics:
     resume: str = flag("auto", one_start=True, sweep=False)
     """auto: the newest checkpoint of --run_name, if any; never; PATH: a run or a checkpoint, with its flags."""
     config: str | None = flag(None, one_start=True, sweep=False)
-    """Take defaults from this YAML file, {flag: value}, as RUN/flags.yaml; a usual default counts as not given."""
+    """Take defaults from this YAML file, {flag: value}, such as a run's flags.yaml."""
     wandb: Literal["auto", "online", "offline", "disabled"] = flag("auto", sweep=False)
     """auto: online if wandb is logged in, else offline."""
     ladder: bool = flag(False, one_start=True, sweep=False)
@@ -63,10 +67,9 @@ class Basics:
 
 @dataclass
 class Model:
-    """The model, and the weights it starts from."""
+    """The model, the weights it starts from, and the order of the data."""
 
-    TITLE = "model"
-
+    TITLE = "model and data"
     n_layer: int | None = flag(None, at_least=1, report=True)
     """Layers, instead of the model's own."""
     n_head: int | None = flag(None, at_least=1, report=True)
@@ -79,14 +82,6 @@ class Model:
     """Initial weights: scratch, a run, a checkpoint, a Hugging Face folder, a name on the hub (gpt2), a .pt."""
     seed: int = flag(1337, at_least=0, below=2**63, report=True, sweep="axis")
     """Seed of the initial weights, the data order and the samples."""
-
-
-@dataclass
-class Data:
-    """The order of the training data."""
-
-    TITLE = "data"
-
     shuffle: bool = flag(True, report=True)
     """Shuffle documents by the seed, anew each epoch; --no_shuffle reads the shards in order."""
 
@@ -106,7 +101,6 @@ class Speed(Switches):
     """The optimizations of optimizations.py, and the device."""
 
     TITLE = "precision and speed"
-
     autocast: Literal["bf16", "fp16", "off"] = flag("bf16", report=True)
     """Mixed precision; fp16 uses loss scaling and is for GPUs without bf16."""
     attention: Literal["auto", "written_out", "sdpa", "flash", "efficient", "cudnn", "cudnn_packed", "flash4"] = "auto"
@@ -123,7 +117,6 @@ class Recipe:
     """The batch size and the optimizer's hyperparameters."""
 
     TITLE = "recipe"
-
     optimizer: Literal["adamw", "adamw_8bit", "muon"] = flag("adamw", report=True)
     """adamw_8bit: moments of 2 bytes a parameter instead of 8; muon: Muon for the blocks' matrices, AdamW for the rest,
     with other defaults for --lr and the schedule."""
@@ -158,7 +151,6 @@ class SeveralGPUs:
     """How the model is spread over several GPUs, and memory."""
 
     TITLE = "several GPUs"
-
     parallel: Literal["ddp", "zero2", "zero3", "hsdp"] = "ddp"
     """What a GPU holds. ddp: everything. zero3: a shard of everything.
     zero2: as zero3, but weights stay gathered during a step. hsdp: zero3 in each group of --shard_ranks ranks."""
@@ -181,7 +173,6 @@ class Evaluation:
     """Validation, HellaSwag and samples. All, and checkpoints, also run after the last step."""
 
     TITLE = "evaluation"
-
     val_every: int = flag(250, at_least=0, sweep=False)
     """Steps between validations; 0 is off."""
     val_tokens: int = flag(10485760, at_least=1, sweep=False)
@@ -199,7 +190,6 @@ class Checkpoints:
     """When a run is saved, and when it stops."""
 
     TITLE = "checkpoints"
-
     checkpoint_every: int = flag(1000, at_least=0, sweep=False)
     """Steps between checkpoints; 0 is off."""
     keep_checkpoints: int = flag(3, at_least=1, sweep=False)
@@ -208,22 +198,24 @@ class Checkpoints:
 
 @dataclass
 class Logging:
-    """Logs and wandb."""
+    """Logs, wandb and the profiler."""
 
     TITLE = "logging"
-
     log_dir: str = flag("log", sweep=False)
     """Folder of all runs."""
     wandb_project: str = flag("gpt2", sweep=False)
     """Project on wandb."""
+    profile: int = flag(0, at_least=0, one_start=True, sweep=False)
+    """Trace this many steps with PyTorch's profiler and print where their time went; 0 is off."""
+    memory_snapshot: int = flag(0, at_least=0, one_start=True, sweep=False)
+    """Record this many steps' allocations on a GPU, for PyTorch's memory viewer; 0 is off."""
 
 
 @dataclass
 class Measuring:
-    """The ladder and the profiler."""
+    """The ladder."""
 
     TITLE = "measuring"
-
     rungs: Annotated[
         str,
         tyro.conf.arg(
@@ -233,13 +225,9 @@ class Measuring:
     ] = flag("all", sweep=False)
     ladder_steps: int = flag(20, at_least=1, sweep=False)
     """Steps measured on each rung or sweep cell, after a few warm-up steps; evaluations and checkpoints are off."""
-    profile: int = flag(0, at_least=0, one_start=True, sweep=False)
-    """Trace this many steps with PyTorch's profiler and print where their time went; 0 is off."""
-    memory_snapshot: int = flag(0, at_least=0, one_start=True, sweep=False)
-    """Record this many steps' allocations on a GPU, for PyTorch's memory viewer; 0 is off."""
 
 
-GROUPS = (Basics, Model, Data, Speed, Recipe, SeveralGPUs, Evaluation, Checkpoints, Logging, Measuring)
+GROUPS = (Basics, Model, Speed, Recipe, SeveralGPUs, Evaluation, Checkpoints, Logging, Measuring)
 
 
 @dataclass
@@ -288,13 +276,10 @@ def chosen_flags(config):
 
 def command_line(config):
     """The command line, as a list, that parses into this config; without --config and --resume."""
-    flags = chosen_flags(dataclasses.replace(config, config=None, resume=Config.resume))
-    spelled = {True: "--{}", False: "--no_{}"}
-    return [
-        part
-        for name, value in flags.items()
-        for part in ([spelled[value].format(name)] if isinstance(value, bool) else [f"--{name}", str(value)])
-    ]
+    arguments = []
+    for name, value in chosen_flags(dataclasses.replace(config, config=None, resume=Config.resume)).items():
+        arguments += [f"--{name}", str(value)] if not isinstance(value, bool) else [f"--{'' if value else 'no_'}{name}"]
+    return arguments
 
 
 def refuse_unavailable_flags(typed, notes):
@@ -314,9 +299,8 @@ def resolve(config, distributed, free_memory=None, pretrained=None, resumed=None
     """Fill in the flags that depend on the device or on other flags, and check all of them.
 
     free_memory: bytes, from parallel.memory. pretrained: the GPTConfig of the weights to start from. resumed: the
-    checkpoint that training continues from, at step `step`.
-    Returns the complete Config, and Notes of what was chosen or changed. Raises UserError for flags that contradict
-    each other.
+    checkpoint that training continues from, at step `step`. Returns the complete Config, and Notes of what was chosen
+    or changed. Raises UserError for flags that contradict each other.
     """
     check_bounds(config)
     if config.rungs != "all":
@@ -356,15 +340,13 @@ def check_traced_steps(config, step, device):
         raise UserError("--profile and --memory_snapshot would slow each other down: use one at a time")
     if config.memory_snapshot and device.type != "cuda":
         raise UserError(f"--memory_snapshot records a GPU's allocations, and this is {device.type}: leave it out")
-    flag = "memory_snapshot" if config.memory_snapshot else "profile"
-    steps = getattr(config, flag)
+    steps, name = (config.memory_snapshot, "memory_snapshot") if config.memory_snapshot else (config.profile, "profile")
     traced = range(step + SETTLING_STEPS, step + SETTLING_STEPS + steps)
     if steps and config.max_steps < traced.stop:
-        raise UserError(f"--{flag} {steps} starts after {SETTLING_STEPS} steps: use --max_steps {traced.stop} or more")
-    for name in INTERVALS:
-        every = getattr(config, name)
+        raise UserError(f"--{name} {steps} starts after {SETTLING_STEPS} steps: use --max_steps {traced.stop} or more")
+    for interval, every in ((interval, getattr(config, interval)) for interval in INTERVALS):
         if every and any(step % every == 0 for step in traced):
-            raise UserError(f"--{name} {every} falls among the steps that --{flag} traces: use --{name} 0")
+            raise UserError(f"--{interval} {every} falls among the steps that --{name} traces: use --{interval} 0")
 
 
 def set_sizes(config, pretrained, resumed):
@@ -390,8 +372,9 @@ def set_sizes(config, pretrained, resumed):
         if getattr(config, name) is None:
             setattr(config, name, size)
     if config.n_embd % config.n_head:
-        divisors = [h for h in range(1, config.n_embd + 1) if config.n_embd % h == 0]
-        heads = min(divisors, key=lambda h: abs(h - config.n_head))
+        heads = min(
+            (h for h in range(1, config.n_embd + 1) if config.n_embd % h == 0), key=lambda h: abs(h - config.n_head)
+        )
         raise UserError(f"--n_embd {config.n_embd} cannot be divided into {config.n_head} heads: try --n_head {heads}")
     for name in (*sizes, "seq_len") if resumed else ():
         if getattr(config, name) != getattr(pretrained, name):
