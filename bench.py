@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 from tqdm import trange
 
+from common.cli import flag
 from common.device import be_deterministic
 from common.errors import UserError, out_of_memory, run
 from config import GROUPS, SETTLING_STEPS, Config, read_command_line, refuse_unavailable_flags, resolve
@@ -31,7 +32,7 @@ class Timing:
 
     TITLE = "timing"
 
-    steps: int = 20
+    steps: int = flag(20, at_least=1)
     """Steps that are timed, after a few that warm up."""
 
 
@@ -47,8 +48,6 @@ class BenchConfig(Timing, Config):
 
 def main():
     config, typed = read_command_line(BenchConfig)
-    if config.steps < 1:
-        raise UserError(f"--steps {config.steps}: it must be at least 1")
     if config.profile or config.memory_snapshot:
         raise UserError("--profile and --memory_snapshot are for train_gpt2.py: both slow down what is measured here")
     if config.ladder or config.rungs != "all":

@@ -22,7 +22,7 @@ from typing import Literal
 
 from tqdm import tqdm
 
-from common.cli import parse, python_command
+from common.cli import flag, parse, python_command
 from common.errors import UserError, first_line, run
 from common.files import digest, regular_file
 from common.hub import check_hub, hub_errors
@@ -61,11 +61,11 @@ class Flags:
     """Version of the dataset on the hub: a branch, a tag or a commit."""
     out: str | None = None
     """Folder for the shards; by default edu_fineweb10B, fineweb10B or, for your own text, my_data."""
-    shard_size: int | None = None
+    shard_size: int | None = flag(None, at_least=1)
     """Tokens in a shard; by default 100,000,000; a corpus that does not fill ten such shards is cut into ten."""
-    workers: int | None = None
+    workers: int | None = flag(None, at_least=1)
     """Processes that tokenize; by default one for each core. The shards do not depend on it."""
-    max_tokens: int | None = None
+    max_tokens: int | None = flag(None, at_least=1)
     """Stop after this many tokens."""
     verify: bool = False
     """Write nothing; compare the SHA-256 of each file in --out with shards.json."""
@@ -181,9 +181,6 @@ def main():
 
 def check_flags(flags):
     """Raises UserError for a value that does not work."""
-    for name in ("shard_size", "max_tokens", "workers"):
-        if (value := getattr(flags, name)) is not None and value < 1:
-            raise UserError(f"--{name} {value}: it must be at least 1")
     if flags.input is not None and not find_input(flags.input):  # before a folder is made
         raise UserError(f"--input {flags.input}: no such files")
     if flags.input is not None and (flags.subset, flags.revision) != (Flags.subset, Flags.revision):

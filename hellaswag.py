@@ -20,7 +20,7 @@ import torch
 import tyro
 
 from checkpoints.load import load_model, locate
-from common.cli import parse
+from common.cli import flag, parse
 from common.errors import UserError, first_line, out_of_memory, run
 from common.files import check_fields, open_regular, parse_json
 from common.hub import check_hub, hub_errors
@@ -192,18 +192,16 @@ class Flags:
     """A run's folder (its newest checkpoint), a checkpoint, a Hugging Face folder, a name on the hub (gpt2), a .pt."""
     data: tuple[str, ...] = ()
     """Local .jsonl files instead of HellaSwag; a line has ctx, endings and label, the true ending's index from 0."""
-    limit: int | None = None
+    limit: int | None = flag(None, at_least=1)
     """Evaluate only this many items of each file, evenly spread over it."""
     device: Literal["auto", "cuda", "cpu", "mps"] = "auto"
     """auto: a GPU if there is one."""
-    batch_tokens: int | None = None
+    batch_tokens: int | None = flag(None, at_least=1)
     """Tokens in a batch; by default 16384 on a GPU, 4096 elsewhere."""
 
 
 def main():
     flags = parse(Flags)
-    if any(value is not None and value < 1 for value in (flags.batch_tokens, flags.limit)):
-        raise UserError("--batch_tokens and --limit must be at least 1")
     distributed = process_group.start(flags.device)
     with out_of_memory("use a smaller --batch_tokens or model"):
         evaluate_files(flags, distributed)

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 import tyro
 
 from checkpoints.load import load_model
-from common.cli import parse
+from common.cli import flag, parse
 from common.errors import UserError, out_of_memory, run
 from common.progress import progress
 from common.signals import Stopped
@@ -172,19 +172,19 @@ class Flags:
     """The beginning of the text."""
     prompt_file: str | None = None
     """Read the prompt from this file instead; - is standard input."""
-    count: int | None = None
+    count: int | None = flag(None, at_least=1)
     """Number of texts; by default 4, or 1 with --stream."""
-    max_new_tokens: int = 100
+    max_new_tokens: int = flag(100, at_least=1)
     """Tokens to generate after the prompt."""
-    temperature: float = 1.0
+    temperature: float = flag(1.0, at_least=0)
     """Above 1 more random, below 1 less; 0 always takes the most likely token."""
-    top_k: int = 50
+    top_k: int = flag(50, at_least=0)
     """Draw from the k most likely tokens; 0 is all."""
-    top_p: float = 1.0
+    top_p: float = flag(1.0, above=0, at_most=1)
     """Draw from the fewest tokens that together have this probability."""
     stream: bool = False
     """Print each token as soon as it is generated."""
-    seed: int = 42
+    seed: int = flag(42, at_least=0, below=2**63)
     """Random seed; the same seed gives the same text."""
     device: Literal["auto", "cuda", "cpu", "mps"] = "auto"
     """auto: a GPU if there is one."""
@@ -204,15 +204,6 @@ def read_prompt(path):
 def main():
     flags = parse(Flags, hints=HINTS)
     count = (1 if flags.stream else 4) if flags.count is None else flags.count
-    if min(count, flags.max_new_tokens) < 1 or not (
-        flags.temperature >= 0 and flags.top_k >= 0 and 0 < flags.top_p <= 1
-    ):
-        raise UserError(
-            "--count and --max_new_tokens must be at least 1, --temperature and --top_k at least 0, --top_p above 0 "
-            "and at most 1"
-        )
-    if not 0 <= flags.seed < 2**63:
-        raise UserError(f"--seed {flags.seed}: it must be at least 0 and below 2^63")
     if flags.stream and count > 1:
         raise UserError(f"--stream prints one text, --count is {count}: leave one of them out")
     if flags.prompt_file is not None and flags.prompt != PROMPT:

@@ -53,7 +53,7 @@ def parse(flags_type, default=None, hints=None):
 
     default: an instance; by default the dataclass's own defaults. hints: as of given(). A dataclass with a GROUPS
     attribute, a tuple of its base dataclasses, gets one section of --help for each.
-    Raises UserError for a flag that does not exist or a value that does not fit its flag.
+    Raises UserError for a flag that does not exist, a value that does not fit its flag, or one out of bounds.
     """
     if HELP & set(sys.argv):
         show_help(flags_type, default)
@@ -61,7 +61,9 @@ def parse(flags_type, default=None, hints=None):
     for field in dataclasses.fields(flags_type):
         if field.default is field.default_factory is dataclasses.MISSING and not flags.get(field.name):
             raise UserError(f"{field.name.upper()} is missing; see --help")
-    return flags_type(**(vars(default) if default else {}) | flags)
+    flags = flags_type(**(vars(default) if default else {}) | flags)
+    check_bounds(flags)
+    return flags
 
 
 def given(flags_type, hints=None, arguments=None):

@@ -26,4 +26,8 @@ HINTS = {
     "log_interval": "every step prints and logs a line",
     "wandb_log": "use --wandb online or offline",
     "wandb_run_name": "use --run_name",
+    # former names
+    "attention_backend": "use --attention",
+    "packed_qkv": "use --attention",
+    "flash4_backward": "use --attention",
 }

@@ -90,6 +90,19 @@ def test_what_is_not_a_flag(arguments, words):
     assert words in complaint(*arguments.split())
 
 
+def test_numbers_have_bounds(monkeypatch):
+    for argument, words in (
+        ("--top_p=0", "--top_p 0.0: it must be above 0"),
+        ("--top_p=1.5", "--top_p 1.5: it must be at most 1"),
+        ("--temperature=nan", "--temperature nan: it must be finite"),
+        ("--seed=-1", "--seed -1: it must be at least 0"),
+        (f"--seed={2**63}", f"--seed {2**63}: it must be below {2**63}"),
+    ):
+        monkeypatch.setattr(sys, "argv", ["sample.py", "log/A", argument])
+        with pytest.raises(UserError, match=words):
+            sample.main()
+
+
 def test_hints_are_about_other_flags_and_name_flags_that_exist():
     flags = set(vars(Config()))
     assert not set(HINTS) & flags
