@@ -39,6 +39,9 @@ def read(path, flags_type, hints):
     for name, default in FORMER.items():
         if content.get(name) == default or default is None:
             content.pop(name, None)
+    if (content.get("optimizer"), content.get("adamw_states")) == ("adamw", "int8"):  # of an older version
+        content["optimizer"] = "adamw_8bit"
+        del content["adamw_states"]
     for name, text in content.items():
         if name in ("config", "resume", "ladder"):
             raise UserError(f"{path}: {name} is for the command line: --{name}")

@@ -125,7 +125,7 @@ def update_if_finite(optimizer, scaler, norm):
     if scaler.is_enabled():
         scaler.step(optimizer)
         scaler.update()
-    elif optimizer.defaults["fused"]:
+    elif optimizer.defaults.get("fused"):
         optimizer.found_inf = (~finite).float()
         optimizer.step()
     elif finite:

@@ -26,6 +26,13 @@ def test_what_is_written_is_read(tmp_path):
     assert read_back == dataclasses.replace(config, run_name=None)
 
 
+def test_an_older_run_with_8_bit_adamw_continues_with_it(tmp_path):
+    text = "optimizer: {}\nadamw_states: int8\nlr: 0.1\n"
+    assert read(tmp_path / "f", text.format("adamw")) == dict(optimizer="adamw_8bit", lr=0.1)
+    with pytest.raises(UserError, match="adamw_states"):
+        read(tmp_path / "f", text.format("muon"))
+
+
 def test_a_run_of_an_older_version_continues_with_its_flags(tmp_path):
     """Its file has every flag of that version, and --resume takes every value, also usual defaults."""
     run = tmp_path / "old"
