@@ -40,7 +40,7 @@ def test_the_first_rung_has_everything_off_and_the_last_the_command_line():
 
 
 def test_rungs_by_name():
-    off = ("mask_documents", "fp8", "fp8_head")  # by default
+    off = [name for name, row in RUNGS.items() if not row.default]
     everything = ladder.choose_rungs("all", 8, Config(**dict.fromkeys(off, True)))
     assert [names[0] for names in everything[:-3]] == list(RUNGS)[:-1]
     assert [names for names in everything if names[0] not in off] == ladder.choose_rungs("all", 8, Config())
@@ -141,7 +141,7 @@ def test_a_sweep_finds_the_best_on_each_number_of_ranks(train):
     assert [tuple(r["cell"].values()) for r in results] == [(n, p) for n in (1, 2) for p in ("ddp", "zero3")]
     assert [r["status"] for r in results] == ["done", "skipped", "done", "done"]
     assert results[1]["reason"] == (
-        "--parallel does nothing here: there is one rank (torchrun starts several); leave it out"
+        "--parallel zero3 does nothing here: there is one rank (torchrun starts several); leave it out"
     )
     done = [results[i] for i in (0, 2, 3)]
     assert [r["facts"]["world_size"] for r in done] == [1, 2, 2]

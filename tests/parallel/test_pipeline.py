@@ -175,4 +175,4 @@ def test_stages_are_balanced_by_their_flops():
 
 
 def test_one_rank_has_no_stages(train):
-    expect_error(train("alone", "--pipeline", 2, fails=True), "--pipeline does nothing here: there is one rank")
+    expect_error(train("alone", "--pipeline", 2, fails=True), "--pipeline 2 does nothing here: there is one rank")

@@ -127,4 +127,4 @@ def test_the_plan_describes_the_mesh():
 
 
 def test_one_rank_splits_nothing(train):
-    expect_error(train("alone", "--tensor", 2, fails=True), "--tensor does nothing here: there is one rank")
+    expect_error(train("alone", "--tensor", 2, fails=True), "--tensor 2 does nothing here: there is one rank")
