@@ -7,8 +7,10 @@ torchrun --standalone --nproc_per_node=8 bench.py
 
 import common.interrupt  # first: Ctrl-C during the other imports
 
+import math
 import statistics
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from tqdm import trange
@@ -19,6 +21,8 @@ from common.errors import UserError, out_of_memory, run
 from config import GROUPS, SETTLING_STEPS, Config, read_command_line, refuse_unavailable_flags, resolve
 from data.tokenizer import END_OF_TEXT
 from kernels.documents import find_offsets, move_offsets
+from measure.energy import mj_per_token, read_joules
+from measure.memory_parts import describe_memory, memory_of_step
 from parallel import fsdp, pipeline, process_group
 from parallel.memory import free_memory, less_memory
 from train_gpt2 import build, train_step
@@ -50,8 +54,8 @@ def main():
     config, typed = read_command_line(BenchConfig)
     if config.profile or config.memory_snapshot:
         raise UserError("--profile and --memory_snapshot are for train_gpt2.py: both slow down what is measured here")
-    if config.ladder or config.rungs != "all":
-        raise UserError("--ladder and --rungs are for train_gpt2.py: leave them out")
+    if config.ladder:
+        raise UserError("--ladder is for train_gpt2.py: leave it out")
     if config.init_from != "scratch" or config.resume not in ("auto", "never"):
         raise UserError("bench.py starts from random weights: leave out --init_from and --resume")
     distributed = process_group.start(config.device, config.tensor, config.context, config.pipeline)
@@ -76,20 +80,32 @@ def time_steps(config, distributed, typed):
     tokens[torch.rand(B, T + 1) < 1e-3] = END_OF_TEXT  # documents of 1,000 tokens, FineWeb-Edu's mean
     offsets = move_offsets(find_offsets(tokens[:, :-1], END_OF_TEXT), distributed.device)
     x, y = (part.contiguous().to(distributed.device) for part in (tokens[:, :-1], tokens[:, 1:]))
-    results = []
+    results, parts = [], {}
+    gpus = [distributed.device] if distributed.device.type == "cuda" else []
     steps = trange(
         SETTLING_STEPS + config.steps, unit="step", leave=False, disable=None if distributed.is_main else True
     )
     common.interrupt.end_at_once()  # a KeyboardInterrupt during compilation may abort the process
     with out_of_memory(less_memory(B)):
         for step in steps:
-            results.append(train_step(trainer, config.batch_warmup_steps + step, lambda: (x, y, offsets)))
+            run_step = partial(train_step, trainer, config.batch_warmup_steps + step, lambda: (x, y, offsets))
+            if step == SETTLING_STEPS - 2:  # compilation is over, and no step is timed yet
+                result, parts = memory_of_step(run_step, trainer.model, trainer.optimizer, config)
+            elif step == SETTLING_STEPS:
+                before, result = read_joules(gpus), run_step()
+            else:
+                result = run_step()
+            results.append(result)
+    timed = results[SETTLING_STEPS:]
+    mj = mj_per_token(before, read_joules(gpus), sum(result.tokens for result in timed))
+    (mj,) = distributed.all_reduce(math.nan if mj is None else mj)
     if distributed.is_main:
-        report(trainer, results)
+        report(trainer, results, mj, parts)
 
 
-def report(trainer, results):
-    """Print the median rate. results: the StepResult of every step, warm-up included."""
+def report(trainer, results, mj, parts):
+    """Print the median rate. results: the StepResult of every step, warm-up included; mj: millijoules a token of all
+    GPUs, or NaN; parts: of memory_of_step."""
     config, distributed = trainer.config, trainer.distributed
     step = statistics.median(result.seconds for result in results[SETTLING_STEPS:])
     rate = results[-1].tokens / step
@@ -97,9 +113,12 @@ def report(trainer, results):
     flops = rate * flops_per_token(trainer.model, config.seq_len)
     mfu = f", MFU {flops / (peak * distributed.world_size):.1%}" if peak else ""
     memory = peak_memory(distributed.device)
-    print(f"{rate:,.0f} tokens/sec, {1000 * step:.2f} ms a step{mfu}, peak memory {memory:.2f} GB")
+    energy = f", {mj:.3g} mJ a token" if math.isfinite(mj) else ""
+    print(f"{rate:,.0f} tokens/sec, {1000 * step:.2f} ms a step{mfu}, peak memory {memory:.2f} GB{energy}")
     devices = f"{distributed.world_size} × {environment(distributed.device)['hardware']}"
     devices += f", {pipeline.describe(config, distributed)}" if distributed.world_size > 1 else ""
+    if parts:
+        print(describe_memory(memory, parts))
     print(f"first step {results[0].seconds:.1f} s; {devices}; PyTorch {torch.__version__}")
 
 

@@ -14,7 +14,7 @@ from common.cli import check_bounds, flag, given, parse
 from common.errors import Note, UserError
 from common.peer_flags import HINTS
 from optim import recipes, schedules
-from optimizations import RUNGS, SWITCHES, is_off, turn_off_unavailable
+from optimizations import SWITCHES, is_off, turn_off_unavailable
 from parallel import fsdp, pipeline
 from parallel.memory import check_micro_batch_size, choose_micro_batch_size
 
@@ -211,23 +211,7 @@ class Logging:
     """Record this many steps' allocations on a GPU, for PyTorch's memory viewer; 0 is off."""
 
 
-@dataclass
-class Measuring:
-    """The ladder."""
-
-    TITLE = "measuring"
-    rungs: Annotated[
-        str,
-        tyro.conf.arg(
-            help="The ladder's rungs, comma-separated, in the order to climb; a+b turns on both in one rung. A rung "
-            f"that is not named stays off. Rungs: {', '.join(RUNGS)}. all: every rung that is on, or on by default."
-        ),
-    ] = flag("all", sweep=False)
-    ladder_steps: int = flag(20, at_least=1, sweep=False)
-    """Steps measured on each rung or sweep cell, after a few warm-up steps; evaluations and checkpoints are off."""
-
-
-GROUPS = (Basics, Model, Speed, Recipe, SeveralGPUs, Evaluation, Checkpoints, Logging, Measuring)
+GROUPS = (Basics, Model, Speed, Recipe, SeveralGPUs, Evaluation, Checkpoints, Logging)
 
 
 @dataclass
@@ -240,10 +224,10 @@ class Config(*reversed(GROUPS)):
     GROUPS = GROUPS
 
 
-def read_command_line(flags_type=Config):
+def read_command_line(flags_type=Config, **implied):
     """(flags, typed): an instance of flags_type, a Config; the flags that are on the command line, {name: value}."""
     typed = given(flags_type, HINTS)
-    return parse(flags_type, flags_type(**vars(defaults(typed)))), typed
+    return parse(flags_type, flags_type(**vars(defaults(typed | implied)))), typed
 
 
 def defaults(typed):
@@ -303,8 +287,6 @@ def resolve(config, distributed, free_memory=None, pretrained=None, resumed=None
     or changed. Raises UserError for flags that contradict each other.
     """
     check_bounds(config)
-    if config.rungs != "all":
-        raise UserError("--rungs chooses rungs of the ladder: add --ladder")
     check_traced_steps(config, step, distributed.device)
     new = dataclasses.replace(config)
     set_sizes(new, pretrained, resumed)

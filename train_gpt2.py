@@ -12,6 +12,7 @@ import common.interrupt  # first: Ctrl-C during the other imports
 
 import contextlib
 import math
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -48,11 +49,11 @@ from watch.run_log import RunLog
 
 
 def main():
-    config, typed = read_command_line()
-    if config.ladder:
-        from ladder import climb  # measures: no run imports it
+    if any(argument.partition("=")[0] == "--ladder" for argument in sys.argv):
+        from ladder import main as climb  # measures, and has more flags: no run imports it
 
-        return climb(config, typed)
+        return climb()
+    config, typed = read_command_line()
     distributed = process_group.start(config.device, config.tensor, config.context, config.pipeline)
     with out_of_memory(less_memory()):
         train(config, distributed, typed)

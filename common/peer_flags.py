@@ -1,6 +1,13 @@
 """Hints for flags that do not exist here: nanoGPT's and build-nanogpt's names, and former names."""
 
 HINTS = {
+    # commands of their own, and flags of one of them
+    "sweep": "run python -m measure.sweep FLAG=VALUE,VALUE ...",
+    "to_loss": "run python -m measure.to_loss",
+    "plan": "run python -m measure.plan",
+    "rungs": "it chooses rungs of the ladder: add --ladder",
+    "ladder_steps": "it is for the ladder: add --ladder",
+    # nanoGPT and build-nanogpt
     "batch_size": "use --micro_batch_size (sequences on a device) or --total_batch_size (tokens in a step)",
     "B": "use --micro_batch_size",
     "gradient_accumulation_steps": "use --total_batch_size, the tokens in a step",

@@ -26,12 +26,13 @@ from kernels import flash4
 from kernels.attention import PACKED, packed_qkv
 from kernels.documents import NO_BOUNDARIES, Documents, document_attention, find_hidden, find_offsets
 from measure import figures, roofline
-from measure.child_run import OUT_OF_MEMORY, prepare, save
+from measure.child_run import OUT_OF_MEMORY
+from measure.results import Results
 from measure.tables import align, markdown_table
 from measure.timing import TimingFlags, dtype_of_activations, forward_and_backward
 from model import GPTConfig, causal_attention
 from parallel.process_group import start_alone
-from watch.hardware import environment, peak_flops
+from watch.hardware import peak_flops
 
 LENGTHS = tuple(512 * 2**i for i in range(7))
 # Backends of F.scaled_dot_product_attention. PyTorch's own FlashAttention is version 2. Besides these: cudnn_packed,
@@ -60,8 +61,6 @@ class Flags(TimingFlags):
     """Embedding width C; the number of heads is C / D."""
     documents: int = 0
     """Mean length of random documents; a token attends within its own, as with --mask_documents. 0: whole rows."""
-    peak_tflops: float | None = None
-    """The device's dense bf16 peak, for the roof; known for common GPUs."""
 
 
 def main():
@@ -71,23 +70,22 @@ def main():
         flags.tokens = 65536 if device.type == "cuda" else 1024
     flags.lengths = tuple(sorted(flags.lengths)) or tuple(T for T in LENGTHS if T <= flags.tokens)
     check(flags)
-    folder = prepare(flags.log_dir, flags.run_name, "attention", goes_on=False)
-    print(f"results: {folder}/")
-    peaks = roofline.gpu_peaks(device, peak_flops(device, flags.peak_tflops))
+    files = Results(flags.log_dir, flags.run_name, "attention", device)
+    print(f"results: {files.folder}/")
+    peaks = roofline.gpu_peaks(device, peak_flops(device))
     names = candidates(device, flags)
     grid = [(name, D, T) for D in flags.widths for T in flags.lengths for name in names]
-    facts = environment(device)
     results = []
     print(align(COLUMNS, COLUMN_WIDTHS))
     with tqdm(total=len(grid), unit="kernel", leave=False, disable=None) as bar:
         for name, D, T in grid:
             bar.set_description(f"{name}, D {D}, T {T}")
-            result = dict(name=name, D=D, T=T, facts=facts) | time_kernel(name, D, T, flags, device)
+            result = dict(name=name, D=D, T=T, facts=files.environment) | time_kernel(name, D, T, flags, device)
             results.append(result | rate(result, flags, peaks))
             bar.write(align(cells(results[-1]), COLUMN_WIDTHS))
             bar.update()
-            save(folder, "attention", results, markdown(results, flags, device), partial(figures.attention, results))
-    print(f"{folder}/ has attention.md, attention.json and attention.png")
+            files.save(results, markdown(results, flags, device), partial(figures.attention, results))
+    print(files)
 
 
 def check(flags):
@@ -96,8 +94,6 @@ def check(flags):
         raise UserError(f"no sequence length up to {flags.tokens} tokens, or no head width: use --lengths and --widths")
     if min(flags.tokens, flags.n_embd, flags.repeats, *flags.lengths, *flags.widths) < 1:
         raise UserError("--tokens, --lengths, --widths, --n_embd and --repeats must be at least 1")
-    if flags.peak_tflops is not None and not flags.peak_tflops > 0:
-        raise UserError(f"--peak_tflops {flags.peak_tflops}: it must be above 0")
     if flags.documents < 0:
         raise UserError(f"--documents {flags.documents}: it must be at least 1, or 0 for whole rows")
     for name, of, whole, parts in (

@@ -24,12 +24,12 @@ from common.cli import parse
 from common.device import missing_compiler, missing_package
 from common.errors import UserError, first_line, is_out_of_memory, run
 from measure import figures
-from measure.child_run import OUT_OF_MEMORY, prepare, save
+from measure.child_run import OUT_OF_MEMORY
+from measure.results import Results
 from measure.roofline import memory_bandwidth
 from measure.tables import align, markdown_table
 from measure.timing import TimingFlags, dtype_of_activations, forward_and_backward
 from parallel.process_group import start_alone
-from watch.hardware import environment
 
 COLUMNS = ("operation", "level", "forward ms", "backward ms", "GB/s", "of bandwidth", "× eager", "peak GB")
 COLUMN_WIDTHS = (14, 13, 10, 11, 8, 12, 8, 8)
@@ -69,19 +69,18 @@ def main():
     grid = [(kernel, level) for kernel in flags.kernel for level in flags.levels if level in LEVELS[kernel]]
     if not grid:
         raise UserError("no operation has these levels: use --kernel and --levels, see --help")
-    folder = prepare(flags.log_dir, flags.run_name, "kernels", goes_on=False)
-    print(f"results: {folder}/\n{align(COLUMNS, COLUMN_WIDTHS)}")
-    facts = environment(device)
+    files = Results(flags.log_dir, flags.run_name, "kernels", device)
+    print(f"results: {files.folder}/\n{align(COLUMNS, COLUMN_WIDTHS)}")
     results = []
     with tqdm(grid, unit="level", leave=False, disable=None) as bar:
         for kernel, level in bar:
             bar.set_description(f"{kernel}, {level}")
-            result = dict(name=kernel, level=level, facts=facts) | time_level(kernel, level, flags, device)
+            result = dict(name=kernel, level=level, facts=files.environment) | time_level(kernel, level, flags, device)
             results.append(result | rates(result, flags, device))
             bar.write(align(cells(results[-1], results), COLUMN_WIDTHS))
             draw = partial(figures.kernels, results, memory_bandwidth(device))
-            save(folder, "kernels", results, markdown(results, flags, device), draw)
-    print(f"{folder}/ has kernels.md, kernels.json and kernels.png")
+            files.save(results, markdown(results, flags, device), draw)
+    print(files)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

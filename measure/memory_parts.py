@@ -18,76 +18,67 @@ import itertools
 import torch
 
 from common.dtensors import local
-from config import SETTLING_STEPS
 from parallel.memory import FP8_LOGIT_ROWS, LOGIT_ROWS
 
-# The step, from 0, that is recorded: compilation is over, and no step is measured or traced yet
-RECORDED_STEP = SETTLING_STEPS - 2
 ALIGNMENT = 256  # columns, at most, by which the vocabulary is padded in memory
 
 
-class MemoryRecorder:
-    """Records the allocations of one step on a GPU. On other devices it does nothing."""
+def memory_of_step(step, model, optimizer, config):
+    """(what step() returns, {part: GB (2**30)} at its peak) of a training step, a function, on this process's GPU.
 
-    def __init__(self, model, optimizer, config, device):
-        """model: a GPT; config: a resolved Config."""
-        self._model, self._optimizer, self._config = model, optimizer, config
-        self._device = device
-        # cudaMallocAsync (PYTORCH_CUDA_ALLOC_CONF) keeps no history
-        self._records = device.type == "cuda" and torch.cuda.get_allocator_backend() == "native"
-        self._step = 0
+    The parts are empty on other devices, and with the allocator cudaMallocAsync, which keeps no history.
+    model: a GPT; optimizer: its optimizer, which step() steps; config: a resolved Config.
+    """
+    if config.device != "cuda" or torch.cuda.get_allocator_backend() != "native":
+        return step(), {}
+    held = held_before(model, optimizer, torch.cuda.memory_allocated())
+    backward_events, gradients = None, {}  # fp16's loss scaling may skip the update
 
-    def start_step(self):
-        """Call this before the step's first batch is read."""
-        self._recording = self._records and self._step == RECORDED_STEP
-        self._step += 1
-        if self._recording:
-            self._held = self._count_held(torch.cuda.memory_allocated())
-            torch.cuda.memory._record_memory_history(context=None, stacks="python")  # context=None: no stacks
+    def end_backward(*_):
+        nonlocal backward_events, gradients
+        backward_events = len(read_history())
+        gradients = storages(parameter.grad for parameter in model.parameters())
 
-    def end_backward(self):
-        """Call this between backward and the update."""
-        if self._recording:
-            self._backward_events = len(read_history())
-            self._gradients = self._storages(parameter.grad for parameter in self._model.parameters())
+    hook = optimizer.register_step_pre_hook(end_backward)
+    torch.cuda.memory._record_memory_history(context=None, stacks="python")  # context=None: no stacks
+    result = step()
+    events = read_history()
+    torch.cuda.memory._record_memory_history(enabled=None)
+    hook.remove()
+    if backward_events is None:
+        backward_events = len(events)
+    parts = parts_at_peak(held, events, backward_events, gradients, lambda size: is_logits(size, model, config))
+    return result, {part: size / 2**30 for part, size in parts.items()}
 
-    def end_step(self):
-        """{part: GB (2**30)} at the peak of this step if it was recorded, else None. Call it after the update."""
-        if not self._recording:
-            return None
-        events = read_history()
-        torch.cuda.memory._record_memory_history(enabled=None)
-        parts = parts_at_peak(self._held, events, self._backward_events, self._gradients, self._is_logits)
-        return {part: size / 2**30 for part, size in parts.items()}
 
-    def _count_held(self, allocated):
-        """{part: bytes} of the blocks that are allocated before the step; allocated: bytes of all of them."""
-        parameters = list(self._model.parameters())
-        states = itertools.chain.from_iterable(state.values() for state in self._optimizer.state.values())
-        held = dict(
-            weights=sum(self._storages(parameters).values()),
-            gradients=sum(self._storages(parameter.grad for parameter in parameters).values()),  # DDP's buckets
-            optimizer_states=sum(self._storages(states).values()),
-        )
-        return held | dict(activations=0, logits=0, workspace=allocated - sum(held.values()))
+def held_before(model, optimizer, allocated):
+    """{part: bytes} of the blocks that are allocated before a step; allocated: bytes of all of them."""
+    parameters = list(model.parameters())
+    states = itertools.chain.from_iterable(state.values() for state in optimizer.state.values())
+    held = dict(
+        weights=sum(storages(parameters).values()),
+        gradients=sum(storages(parameter.grad for parameter in parameters).values()),  # DDP's buckets
+        optimizer_states=sum(storages(state for state in states if state.device == parameters[0].device).values()),
+    )
+    return held | dict(activations=0, logits=0, workspace=allocated - sum(held.values()))
 
-    def _storages(self, tensors):
-        """{address: bytes} of the memory of these tensors on the device; of a DTensor, this rank's part. None is left
-        out, and so is the host's memory, where AdamW may count its steps."""
-        tensors = [local(tensor) for tensor in tensors if tensor is not None]
-        memories = [tensor.detach().untyped_storage() for tensor in tensors if tensor.device.type == self._device.type]
-        return {memory.data_ptr(): memory.nbytes() for memory in memories}
 
-    def _is_logits(self, size):
-        """Whether a block of `size` bytes is a matrix of (tokens, vocabulary), of 1 (fp8_head), 2 or 4 bytes."""
-        config, columns = self._config, self._model.config.vocab_size // self._config.tensor
-        rows = config.micro_batch_size * config.seq_len // config.context
-        if config.fp8_head:
-            rows = min(rows, FP8_LOGIT_ROWS)  # its chunks are full, but for the last
-        elif config.fused_cross_entropy:
-            rows = -(-rows // -(-rows // LOGIT_ROWS))  # its chunks have equal numbers of rows
-        widths = (1, 2, 4) if config.fp8_head else (2, 4)
-        return any(columns <= size / (rows * width) <= columns + ALIGNMENT for width in widths)
+def storages(tensors):
+    """{address: bytes} of the memory of these tensors; of a DTensor, this rank's part. None is left out."""
+    memories = [local(tensor).detach().untyped_storage() for tensor in tensors if tensor is not None]
+    return {memory.data_ptr(): memory.nbytes() for memory in memories}
+
+
+def is_logits(size, model, config):
+    """Whether a block of `size` bytes is a matrix of (tokens, vocabulary), of 1 (fp8_head), 2 or 4 bytes."""
+    columns = model.config.vocab_size // config.tensor
+    rows = config.micro_batch_size * config.seq_len // config.context
+    if config.fp8_head:
+        rows = min(rows, FP8_LOGIT_ROWS)  # its chunks are full, but for the last
+    elif config.fused_cross_entropy:
+        rows = -(-rows // -(-rows // LOGIT_ROWS))  # its chunks have equal numbers of rows
+    widths = (1, 2, 4) if config.fp8_head else (2, 4)
+    return any(columns <= size / (rows * width) <= columns + ALIGNMENT for width in widths)
 
 
 def read_history():
@@ -137,12 +128,10 @@ def live_blocks(events):
 
 
 def describe_memory(peak_gb, parts):
-    """One line: the peak memory of a process in GB, and the parts of a step's peak, if they are known.
+    """One line: the peak memory of a process in GB, and the parts of a step's peak.
 
     Evaluations or compilation may need more than a step: the step's own peak is then named too.
     """
-    if not parts:
-        return f"peak memory {peak_gb:.2f} GB"
     step_gb = sum(parts.values())
     # the allocator rounds blocks up, by up to 1 MB each, and the parts are of the sizes that were requested
     of_step = "" if step_gb > 0.95 * peak_gb else f", {step_gb:.2f} GB in a step"

@@ -1,12 +1,18 @@
-"""`ladder.py --plan`: the ways to spread a step over several GPUs, what they take, and the command of the best."""
+"""The ways to spread a step over several GPUs, what they take, and the command of the best: an estimate, without a GPU.
+
+python -m measure.plan --model gpt2-xl --gpus 16 --memory 80
+"""
+
+import common.interrupt  # first: Ctrl-C during the other imports
 
 import shlex
 from dataclasses import dataclass, replace
 
-from common.cli import check_bounds
-from common.errors import UserError
-from config import command_line, set_sizes
+from common.cli import check_bounds, flag
+from common.errors import UserError, run
+from config import GROUPS, Config, command_line, read_command_line, set_sizes
 from measure import planner
+from measure.child_run import run_config
 from measure.step_time import Cluster, flops_per_token
 from measure.tables import align
 from optim.schedules import accumulation_steps
@@ -26,34 +32,41 @@ class Plan:
 
     TITLE = "plan"
 
-    plan: bool = False
-    """Print which --parallel, --tensor, ... fit, their memory and time, and the best command. Those given are kept."""
-    gpus_per_machine: int = 8
+    gpus: int = flag(8, at_least=1)
+    """GPUs in all."""
+    gpus_per_machine: int = flag(8, at_least=1)
     """GPUs of one machine."""
     gpu: str = "H100"
     """Kind of GPU, for its peak."""
     memory: float = 80.0
     """Memory of a GPU, in GB (2^30 bytes)."""
-    mfu: float = 0.54
+    mfu: float = flag(0.54, above=0, at_most=1)
     """MFU of a GPU alone with large micro-batches; 0.52 to 0.57 are measured on H200s for 124M and 1558M."""
-    link: float = 300.0
+    link: float = flag(300.0, above=0)
     """GB (10^9 bytes) a second that a GPU sends inside a machine; NVLink between H200s: 300, measured."""
-    network: float = 400.0
+    network: float = flag(400.0, above=0)
     """GB (10^9 bytes) a second that a machine sends to others; 8 × 400 Gb/s InfiniBand: 400, 100 Gb/s: 12.5."""
 
 
-def plan(config, given):
-    """Print how to use several GPUs, and the command. config: has a Plan, a Config, and gpus. given: flags on the
-    command line. Raises UserError if nothing fits.
+@dataclass
+class PlanConfig(Plan, Config):
+    """Print which --parallel, --tensor, ... fit, their memory and time, and the best command. Those given are kept.
+
+    Takes every flag of train_gpt2.py.
     """
-    config = replace(config, gpus=8 if config.gpus is None else config.gpus)
+
+    GROUPS = (Plan, *GROUPS)
+
+
+def main():
+    config, typed = read_command_line(PlanConfig)
     check(config)
     # also those of --config's or --resume's file
-    given = {*given, *(name for name in planner.CHOSEN if getattr(config, name) != getattr(type(config), name))}
+    kept = {*typed, *(name for name in planner.CHOSEN if getattr(config, name) != getattr(Config, name))}
     sized = replace(config)
     set_sizes(sized, pretrained=None, resumed=None)
-    best = print_layouts(sized, given)
-    print(command(cluster_of(config), command_line(replace(config, **best))))
+    best = print_layouts(sized, kept)
+    print(command(cluster_of(config), command_line(run_config(config, **best))))
 
 
 def print_layouts(config, given):
@@ -156,21 +169,16 @@ def command(cluster, arguments):
 def check(config):
     """Raises UserError for a Plan and Config that cannot be planned."""
     check_bounds(config)
-    for name in ("gpus", "gpus_per_machine", "memory", "mfu", "link", "network"):
-        if not getattr(config, name) > 0:
-            raise UserError(f"--{name} {getattr(config, name)}: it must be above 0")
-    if config.mfu > 1:
-        raise UserError(f"--mfu {config.mfu:g}: it is a fraction, 0.5 for 50%")
     if config.gpus > config.gpus_per_machine and config.gpus % config.gpus_per_machine:
         raise UserError(f"--gpus {config.gpus} is not a multiple of --gpus_per_machine {config.gpus_per_machine}")
     if not peak_tflops_of(config.gpu):
         raise UserError(f"--gpu {config.gpu}: known are {', '.join(PEAK_TFLOPS)}")
     if config.fp8 or config.autocast == "off":
-        raise UserError("--plan knows the speed of bf16 and fp16: leave out --fp8 and --autocast off")
+        raise UserError("a plan knows the speed of bf16 and fp16: leave out --fp8 and --autocast off")
     if config.gpus == 1 and config.bf16_gradients:
         raise UserError("--bf16_gradients is for several GPUs: leave it out")
     if config.init_from != "scratch":
-        raise UserError("--plan takes the sizes from --model, --n_layer, --n_head and --n_embd: leave out --init_from")
+        raise UserError("a plan takes the sizes from --model, --n_layer, --n_head and --n_embd: leave out --init_from")
 
 
 def cluster_of(config):
@@ -178,3 +186,7 @@ def cluster_of(config):
     peak = peak_tflops_of(config.gpu)
     machine = min(config.gpus, config.gpus_per_machine)
     return Cluster(config.gpus, machine, peak * 1e12, config.mfu, config.link * 1e9, config.network * 1e9)
+
+
+if __name__ == "__main__":
+    run(main)

@@ -63,10 +63,10 @@ def sweep_markdown(axes, results):
 
 
 def uneven_warning(result):
-    """A line about a measurement whose steps are uneven, or an empty string."""
+    """A line, in a list, about a measurement whose steps are uneven; else an empty list."""
     if not uneven(result):
-        return ""
-    return f"    (uneven steps: the interquartile range is {uneven(result)} of the median; is the device shared?)\n"
+        return []
+    return [f"uneven steps: the interquartile range is {uneven(result)} of the median; is the device shared?"]
 
 
 def winners(done):

@@ -8,6 +8,8 @@ from typing import Literal
 
 import torch
 
+from common.cli import flag
+
 WARM_UP = 3  # runs that are not measured
 LONGEST = 2.0  # seconds after which no further run is started
 BUSY = 2_000_000  # clock cycles, 1 ms: the GPU waits until the host has launched a kernel, so that Python is not timed
@@ -20,7 +22,7 @@ FLUSH_BYTES = 256 * 2**20
 class TimingFlags:
     """What all commands that time kernels have."""
 
-    repeats: int = 20
+    repeats: int = flag(20, at_least=1)
     """Runs of one measurement, fewer if they take more than 2 s."""
     device: Literal["auto", "cuda", "cpu", "mps"] = "auto"
     """auto: a GPU if there is one."""

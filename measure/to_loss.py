@@ -1,19 +1,37 @@
-"""How many tokens and how much time a run takes to reach a validation loss."""
+"""How many tokens and how much time training recipes take to reach a validation loss.
 
-import dataclasses
+python -m measure.to_loss --max_steps 90                               # what each training recipe buys
+python -m measure.to_loss --max_steps 90 --recipes mask_documents=on   # what these flags change
+"""
+
+import common.interrupt  # first: Ctrl-C during the other imports
+
 import json
 import math
 import statistics
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import NamedTuple
 
-from common.errors import UserError
-from config import SETTLING_STEPS
-from measure.child_run import plain
-from measure.sweep_axes import read_recipe
-from measure.tables import markdown_table
-from optim import muon
+import torch
+from tqdm import tqdm
+
+from common.cli import flag, given, parse
+from common.device import choose_device_type
+from common.errors import UserError, run
+from common.peer_flags import HINTS
+from config import GROUPS, SETTLING_STEPS, Config, command_line, defaults
+from measure import child_run, figures
+from measure.axes import read_recipe
+from measure.child_run import count_devices, measure
+from measure.results import Results
+from measure.rungs import measure_baseline
+from measure.tables import align, markdown_table
+from optim import muon, schedules
 from optim.recipes import optimizer_defaults
+from optimizations import turn_off_unavailable
+from parallel.memory import LARGEST_IN_WARMUP
+from parallel.process_group import Distributed
 
 COLUMNS = ("rung", "final loss", "difference", "tokens", "× before", "× first", "seconds", "× before", "× first")
 WIDTHS = (22, 15, 16, 13, 8, 8, 11, 8, 8)
@@ -21,10 +39,11 @@ VAL_TOKENS = 2621440  # at most, in each of some 20 validations
 # Each warm-up's largest fraction of max_steps. A high learning rate needs a long one: docs/benchmarks.md, "Recipes"
 LR_WARMUP, BATCH_WARMUP = 0.9, 0.45
 
-# The defaults of `ladder.py --to_loss --demo`: 12 minutes on two CPU cores. The first recipe has GPT-3's learning rate
-TO_LOSS_DEMO = dict(lr=6e-4, max_steps=40, val_tokens=4096, seeds=2, micro_batch_size=2)
+BASELINE_STEPS = 20  # timed, of the ladder's first rung
+# The defaults of --demo: 12 minutes on two CPU cores. The first recipe has GPT-3's learning rate
+DEMO = dict(lr=6e-4, max_steps=40, val_tokens=4096, seeds=2, micro_batch_size=2)
 
-# The ladder of `ladder.py --to_loss`, {rung: the flags that it changes}. The first rung is the command line's recipe,
+# {rung: the flags that it changes}. The first rung is the command line's recipe,
 # by default GPT-3's (Brown et al. 2020)
 RECIPES = {
     "GPT-3's recipe": {},
@@ -38,22 +57,100 @@ RECIPES = {
 
 @dataclass
 class ToLoss:
-    """The ladder of training recipes."""
+    """The recipes."""
 
     TITLE = "time to a loss"
 
-    to_loss: bool = False
-    """Train --max_steps with each recipe; compare tokens and time to a validation loss."""
     recipes: tuple[str, ...] = ()
     """Use these rungs instead; each names flags to change, as "lr=1e-3 fp8=on"; optimizer=muon sets Muon's recipe."""
-    seeds: int = 3
+    seeds: int = flag(3, at_least=1)
     """Runs of each recipe, with --seed and the numbers after it."""
     target_loss: float | None = None
     """Loss to compare the recipes at; by default the loss that the first recipe ends with."""
 
 
-def choose_recipes(texts, config_class):
-    """RECIPES, or those of --recipes: a rung of the command line's flags, then one for each text. config_class: Config.
+@dataclass
+class ToLossConfig(ToLoss, Config):
+    """Train --max_steps with each recipe, from several seeds; compare tokens and time to a validation loss.
+
+    Takes every flag of train_gpt2.py.
+    """
+
+    GROUPS = (ToLoss, *GROUPS)
+
+
+def main():
+    typed = given(ToLossConfig, HINTS)
+    base = defaults(typed | dict(ladder=True))
+    # flags of a file or a run go before the demo's
+    demo = DEMO if base.demo and not {"config", "resume"} & typed.keys() else {}
+    climb(parse(ToLossConfig, ToLossConfig(**vars(base) | demo)))
+
+
+def climb(config):
+    """Train with one recipe after the other, from several seeds: to_loss.json, to_loss.md and the figure to_loss.png.
+
+    The baseline of the ladder of optimizations is timed first: how long the first recipe takes without them.
+    config: a ToLossConfig. Raises UserError if the first recipe cannot run, or if a run failed.
+    """
+    if child_run.is_other_rank():
+        return
+    if config.max_steps <= SETTLING_STEPS:
+        raise UserError(f"--max_steps {config.max_steps}: the first {SETTLING_STEPS} steps only warm up; use more")
+    recipes = choose_recipes(config.recipes)
+    if config.batch_warmup_steps:
+        raise UserError("the batch warm-up is a rung of its own: leave out --batch_warmup_steps")
+    if not config.recipes and (config.optimizer != Config.optimizer or config.fp8):
+        raise UserError("Muon and fp8 are rungs of their own: leave out --optimizer and --fp8, or use --recipes")
+    child_run.check(config)
+    device = torch.device(choose_device_type(config.device))
+    results = Results(config.log_dir, config.run_name, "to_loss", device, goes_on=True)
+    print(f"results: {results.folder}/\n{align(COLUMNS, widths(recipes))}")
+    steps, ranks = config.max_steps, count_devices(config)
+    splits = (config.tensor, config.context, config.pipeline) if ranks > 1 else ()  # one rank: they are turned off
+    distributed = Distributed(0, ranks, device, *splits)
+    rows, curves, changes, target = [], {}, {}, config.target_loss
+    with tqdm(total=len(recipes) * config.seeds * steps, unit="step", leave=False, disable=None) as bar:
+        _, baseline = measure_baseline(config, BASELINE_STEPS, device, results, bar)
+        if baseline["status"] in ("failed", "stopped"):
+            raise UserError(baseline["reason"])
+        bar.reset()
+        for index, (name, recipe) in enumerate(recipes.items(), 1):
+            rung, notes = turn_off_unavailable(recipe_run(config, changes | recipe), distributed)
+            if rung.batch_warmup_steps:
+                size = min(rows[0]["facts"]["micro_batch_size"], LARGEST_IN_WARMUP)
+                rung = schedules.match_tokens(rung, size, distributed.data_size)
+                schedules.check_flags(rung, distributed, notes)
+            idle = "; ".join(str(note) for note in notes if note.flag in recipe)
+            runs = [dict(status="skipped", reason=idle)] if idle else []
+            for seed in () if idle else range(config.seed, config.seed + config.seeds):
+                bar.set_description(f"{name}, seed {seed}")
+                arguments = command_line(replace(rung, seed=seed))
+                runs.append(measure(arguments, results, f"{index:02d}_seed{seed}", ranks, rung.max_steps, bar))
+                if runs[-1]["status"] != "done":
+                    break  # the other seeds would fail too
+            row = next((run for run in runs if run["status"] != "done"), None)
+            if not row:
+                of_seeds = [read_curve(results.folder / run["name"]) for run in runs]
+                row = summarize(name, of_seeds, target)
+            if row["status"] == "done":
+                changes |= recipe
+                curves[name] = of_seeds
+                target = target or row["loss"]
+                row |= dict(facts=runs[0]["facts"], commands=[run["command"] for run in runs])
+            elif not rows:
+                raise UserError(row["reason"])
+            rows.append(dict(row, rung=name))
+            bar.update(index * config.seeds * steps - bar.n)
+            bar.write(align(cells(rows), widths(recipes)))
+            draw = partial(figures.time_to_loss, curves, target, rows[0]["facts"])
+            results.save(rows, markdown(rows, config, baseline), draw)
+    print(sooner(rows, baseline))
+    child_run.finish(config, results, rows)
+
+
+def choose_recipes(texts):
+    """RECIPES, or those of --recipes: a rung of the command line's flags, then one for each text.
 
     Raises UserError for a bad text.
     """
@@ -61,19 +158,22 @@ def choose_recipes(texts, config_class):
         raise UserError("--recipes names a rung twice")
     if not texts:
         return RECIPES
-    given = {text: read_recipe(text, config_class) for text in texts}
+    recipes = {text: read_recipe(text) for text in texts}
     # not recipe_defaults: model=tiny has defaults for steps and evaluations, which are the ladder's
-    return {"flags as given": {}} | {text: optimizer_defaults(flags) | flags for text, flags in given.items()}
+    return {"flags as given": {}} | {text: optimizer_defaults(flags) | flags for text, flags in recipes.items()}
 
 
 def recipe_run(config, changes):
     """The Config of a recipe's run: some 20 validations, no other evaluations; the warm-ups fit into the steps."""
     own = dict(hellaswag_every=0, sample_every=0, checkpoint_every=0, val_every=max(1, config.max_steps // 20))
-    own |= dict(val_tokens=min(config.val_tokens, VAL_TOKENS), **changes)
-    changed = dataclasses.replace(plain(config), **own)
+    changed = child_run.run_config(config, **own, val_tokens=min(config.val_tokens, VAL_TOKENS), **changes)
     warmup_steps = min(changed.warmup_steps, int(LR_WARMUP * config.max_steps))
     batch_warmup_steps = min(changed.batch_warmup_steps, int(BATCH_WARMUP * config.max_steps))
-    return dataclasses.replace(changed, warmup_steps=warmup_steps, batch_warmup_steps=batch_warmup_steps)
+    return replace(changed, warmup_steps=warmup_steps, batch_warmup_steps=batch_warmup_steps)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What the curves say
 
 
 class Curve(NamedTuple):
@@ -187,3 +287,7 @@ def sooner(results, baseline):
         f"{first['rung']} would take {seconds:,.1f} s; {best['rung']} takes {best['seconds']:,.1f} s: "
         f"{seconds / best['seconds']:.1f} × sooner."
     )
+
+
+if __name__ == "__main__":
+    run(main)

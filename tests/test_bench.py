@@ -20,8 +20,7 @@ def test_it_times_steps_and_leaves_nothing(command, tmp_path, ranks, autocast):
     [
         ("--steps 0", "--steps 0"),
         ("--init_from gpt2", "leave out --init_from and --resume"),
-        ("--ladder", "leave them out"),
-        ("--rungs tf32", "leave them out"),
+        ("--ladder", "leave it out"),
         ("--profile 2", "--profile"),
     ],
 )

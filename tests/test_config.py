@@ -13,7 +13,6 @@ from model import GPTConfig
 from optim import recipes
 from optim.muon import DEFAULTS as MUON
 from optim.recipes import TINY
-from optimizations import RUNGS
 from parallel.memory import bytes_of_weights, choose_micro_batch_size, count_params
 from parallel.process_group import Distributed
 
@@ -35,8 +34,6 @@ def test_help_explains_every_flag_in_sections(command):
         assert flag in done.stdout
     titles = [f"─ {group.TITLE} options ─" for group in GROUPS]
     assert sorted(titles, key=done.stdout.index) == titles
-    rungs = done.stdout[done.stdout.index("--rungs") : done.stdout.index("--ladder_steps")]
-    assert [name for name in RUNGS if name not in rungs] == []
 
 
 def test_sizes_follow_the_model_and_give_way_to_their_own_flags():

@@ -1,7 +1,5 @@
 import dataclasses
 import json
-import os
-import re
 import signal
 import subprocess
 import sys
@@ -12,13 +10,15 @@ import torch
 from conftest import ROOT, TINY, expect_error, metrics
 
 import ladder
-from common import cli
+import train_gpt2
+from common.cli import given
 from common.errors import UserError
 from config import SETTLING_STEPS, Config, defaults
 from measure import child_run
-from measure.sweep_axes import read_axis
+from measure.rungs import first_micro_batch, fit_rung, with_rungs
 from optim import recipes
 from optimizations import RUNGS
+from parallel.process_group import Distributed
 
 DEMO = Config(**recipes.DEMO)
 
@@ -29,14 +29,14 @@ OFF = dict.fromkeys(NAMES, False) | dict(autocast="off", attention="written_out"
 
 def test_the_first_rung_has_everything_off_and_the_last_the_command_line():
     config = Config(seq_len=512, lr=1e-3)
-    first = ladder.with_rungs(config, ["baseline"], first=8)
+    first = with_rungs(config, ["baseline"], first=8)
     assert OFF.items() < vars(first).items()
     assert (first.micro_batch_size, first.total_batch_size, first.lr, first.grad_clip) == (8, 8 * 512, 3e-4, 0)
-    assert ladder.with_rungs(config, list(RUNGS), first=8) == config
-    one = ladder.with_rungs(config, ["flash"], first=8)
+    assert with_rungs(config, list(RUNGS), first=8) == config
+    one = with_rungs(config, ["flash"], first=8)
     assert one == dataclasses.replace(first, flash=True, attention="sdpa")
     spread = dict(parallel="hsdp", shard_ranks=2, bf16_gradients=True, overlap_gradients=True)
-    assert ladder.with_rungs(dataclasses.replace(config, **spread), ["baseline"], first=8) == first
+    assert with_rungs(dataclasses.replace(config, **spread), ["baseline"], first=8) == first
 
 
 def test_rungs_by_name():
@@ -115,103 +115,31 @@ def test_a_ladder_climbs(train, tmp_path):
     expect_error(train("climb", fails=True), "climb", "--run_name")
 
 
-def test_bad_ladders_end_in_one_line(train, call_main, tmp_path):
-    expect_error(train("x", "--ladder", "--rungs", "sparse", fails=True), "sparse", "tf32")
-    expect_error(train("x", "--ladder", "--ladder_steps", 0, fails=True), "--ladder_steps 0")
-    expect_error(train("x", "--ladder", "--profile", 1, fails=True), "--profile")
-    expect_error(train("x", "--ladder", "--fp8", "--parallel", "zero3", fails=True), "--fp8 needs --parallel ddp")
-    expect_error(call_main("train_gpt2.py", "--ladder", "--data_dir", "nowhere"), "no train shards in nowhere")
+def test_bad_ladders_end_in_one_line(monkeypatch, corpus, tmp_path):
+    def error(script, *arguments):
+        monkeypatch.setattr(sys, "argv", ["train_gpt2.py", *TINY, "--data_dir", str(corpus), *arguments])
+        with pytest.raises(UserError) as caught:
+            script.main()
+        return str(caught.value)
+
+    monkeypatch.chdir(tmp_path)
+    assert "no 'sparse'; there are tf32" in error(train_gpt2, "--ladder", "--rungs", "sparse")
+    assert "--ladder_steps 0" in error(train_gpt2, "--ladder", "--ladder_steps", "0")
+    assert "--profile" in error(train_gpt2, "--ladder", "--profile", "1")
+    assert "no train shards in nowhere" in error(train_gpt2, "--ladder", "--data_dir", "nowhere")
+    assert "add --ladder" in error(train_gpt2, "--rungs", "flash")
+    for former in ("sweep", "to_loss", "plan"):
+        assert error(ladder, f"--{former}").startswith(f"--{former}: run python -m measure.{former}")
+
+
+def test_help_names_every_rung(call_main):
+    text = call_main("train_gpt2.py", "--ladder", "--help").stdout
+    rungs = text[text.index("--rungs") : text.index("--ladder_steps")]
+    assert [name for name in RUNGS if name not in rungs] == []
+
+
+def test_a_mistake_in_the_flags_ends_the_ladder(train):
     expect_error(train("x", "--ladder", "--init_from", "no/such", fails=True), "no/such")  # as every rung would say
-    done = train("sweep", "--sweep", "flash=on,perhaps", fails=True, script="ladder.py")
-    expect_error(done, "--sweep flash=on,perhaps", "--flash=perhaps: it must be on or off")
-    expect_error(train("x", "--sweep", fails=True, script="ladder.py"), "--sweep needs at least one flag")
-    expect_error(train("x", "--gpus", 2, fails=True, script="ladder.py"), "--gpus 2", "--sweep")
-    expect_error(train("x", "--rungs", "flash", fails=True), "--rungs", "--ladder")
-
-
-def test_a_measurement_in_doubt_says_so():
-    assert "interquartile range is 35%" in ladder.uneven_warning(dict(spread=0.35))
-    assert ladder.uneven_warning(dict(spread=0.05)) == ladder.uneven_warning(dict(status="skipped")) == ""
-
-
-def test_a_sweep_finds_the_best_on_each_number_of_ranks(train):
-    """A combination that cannot run has its reason; the others go on."""
-    folder = train("grid", "--sweep", "gpus=1,2", "parallel=ddp,zero3", "--ladder_steps", 1, script="ladder.py")
-    results = json.loads((folder / "sweep.json").read_text())["results"]
-    assert [tuple(r["cell"].values()) for r in results] == [(n, p) for n in (1, 2) for p in ("ddp", "zero3")]
-    assert [r["status"] for r in results] == ["done", "skipped", "done", "done"]
-    assert results[1]["reason"] == (
-        "--parallel zero3 does nothing here: there is one rank (torchrun starts several); leave it out"
-    )
-    done = [results[i] for i in (0, 2, 3)]
-    assert [r["facts"]["world_size"] for r in done] == [1, 2, 2]
-    assert [r["facts"]["parallel"] for r in done] == ["ddp", "ddp", "zero3"]
-    assert [r["loss"] for r in done] == pytest.approx([done[0]["loss"]] * 3, abs=1e-4)  # ranks divide the same batch
-    assert [r["command"].split()[0] for r in done] == ["python", "torchrun", "torchrun"]
-    best, other, _ = sorted(done, key=lambda r: -r["tokens_per_sec"])
-    output = (folder / "output.txt").read_text()
-    assert "not used: --checkpoint_every" in output and "--max_steps" in output
-    assert f" wins: {best['tokens_per_sec']:,.0f} tok/s" in output
-    assert f"{best['tokens_per_sec'] / other['tokens_per_sec']:.3f} × the next" in output
-    assert f"| 1 | zero3 | skipped: {results[1]['reason']} |" in (folder / "sweep.md").read_text()
-    assert (folder / "sweep.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_axes():
-    assert read_axis("micro_batch_size=8,16", Config) == ("micro_batch_size", [8, 16])
-    assert read_axis("compile=on,off", Config) == ("compile", [True, False])
-    assert read_axis("lr=1e-3", Config) == ("lr", [1e-3])
-    assert read_axis("model=gpt2,gpt2-xl", Config) == ("model", ["gpt2", "gpt2-xl"])
-    assert read_axis("gpus=1,2", Config) == ("gpus", [1, 2])
-    assert read_axis("parallel=ddp,zero3", Config) == ("parallel", ["ddp", "zero3"])
-    for text in (
-        "batch=1",
-        "flash",
-        "flash=",
-        "lr=fast",
-        "seq_len=1.5",
-        "max_steps=5,10",
-        "profile=0,2",
-        "lr=1,1",
-        "parallel=ddp,zero4",
-        "gpus=0,1",
-        "seeds=1,2",
-    ):
-        with pytest.raises(UserError, match="--sweep " + text):
-            read_axis(text, Config)
-
-
-def test_why_a_run_ended():
-    memory = "error: out of memory (CUDA out of memory. Tried to allocate 20.00 MiB): use --micro_batch_size 8"
-    assert child_run.explain("", -signal.SIGTERM, "x.txt")["status"] == "stopped"
-    for output, code in [(memory, 1), ("Killed", -9)]:
-        assert child_run.explain(output, code, "x.txt") == dict(status="skipped", reason="out of memory")
-    told = "device     1 × cpu\nerror (rank 1): no train shards in x\nlater"
-    assert child_run.explain(told, 1, "x.txt") == dict(status="skipped", reason="no train shards in x")
-    bug = child_run.explain("Traceback\n  ...\nTypeError: bad operand\n", 1, "x.txt")
-    assert bug["status"] == "failed" and "TypeError: bad operand" in bug["reason"] and "x.txt" in bug["reason"]
-    with pytest.raises(UserError, match="1 of 2 runs failed: 01_tf32"):
-        child_run.report_failures([dict(status="done", name="00"), dict(status="failed", name="01_tf32")])
-
-
-def test_a_run_that_a_signal_stops(corpus, tmp_path):
-    """It ends with exit code 0, and has no figures."""
-
-    class Bar:
-        n = 0
-
-        def update(self, steps):
-            self.n += steps
-            if steps == 1 and self.n == 2:
-                with open(f"/proc/self/task/{os.getpid()}/children") as file:
-                    os.kill(int(file.read().split()[-1]), signal.SIGTERM)
-
-    steps = SETTLING_STEPS + 100000
-    result = child_run.measure(
-        [*TINY, "--data_dir", str(corpus), "--max_steps", str(steps)], tmp_path, "00", 1, steps, Bar()
-    )
-    assert result["status"] == "stopped" and "ms" not in result
-    assert re.fullmatch(r"a signal ended it after \d+ of 100005 steps", result["reason"])
 
 
 def test_a_stopped_ladder_leaves_no_run_behind(corpus, tmp_path):
@@ -244,16 +172,18 @@ def test_defaults_without_a_gpu(monkeypatch):
 def canned(monkeypatch, corpus, tmp_path):
     """Climb a ladder whose measurements are made up: results(rung's config) stands in for child_run.measure."""
 
-    def climb(results, **given):
+    def climb(results, **flags):
         monkeypatch.chdir(tmp_path)
 
         def measured(arguments, folder, name, ranks, steps, bar):
-            with monkeypatch.context() as patch:
-                patch.setattr(sys, "argv", ["train_gpt2.py", *arguments])
-                return results(cli.parse(Config, default=defaults(cli.given(Config)))) | dict(name=name)
+            typed = given(Config, arguments=arguments)
+            config = Config(**vars(defaults(typed)) | typed)
+            return results(config) | dict(name=name, command=f"{ranks} ranks")
 
         monkeypatch.setattr(ladder, "measure", measured)
-        ladder.climb(Config(**dict(data_dir=str(corpus), run_name="canned", device="cpu", compile=False) | given), {})
+        monkeypatch.setattr("measure.rungs.measure", measured)
+        own = dict(data_dir=str(corpus), run_name="canned", device="cpu", compile=False, wandb="disabled")
+        ladder.climb(ladder.LadderConfig(**own | flags))
         return json.loads((tmp_path / "log/canned/ladder.json").read_text())["results"]
 
     return climb
@@ -268,7 +198,7 @@ def done(config, rate):
 
 
 def test_the_first_micro_batch_is_halved_until_it_fits(canned, monkeypatch):
-    monkeypatch.setattr(ladder, "first_micro_batch", lambda config, device: 16)
+    monkeypatch.setattr("measure.rungs.first_micro_batch", lambda config, device: 16)
     sizes = []
 
     def results(config):
@@ -277,9 +207,9 @@ def test_the_first_micro_batch_is_halved_until_it_fits(canned, monkeypatch):
             return dict(status="skipped", reason=child_run.OUT_OF_MEMORY)
         return done(config, 1000 * len(sizes))
 
-    rungs = canned(results, rungs="flash")
+    rows = canned(results, rungs="flash")
     assert sizes == [(16, 16 * 1024), (8, 8 * 1024), (4, 4 * 1024), (4, 4 * 1024)]
-    assert [r["status"] for r in rungs] == ["done", "done"]
+    assert [r["status"] for r in rows] == ["done", "done"]
 
 
 def test_a_rung_that_does_not_fit_or_fails_is_left_out(canned, capsys):
@@ -303,26 +233,26 @@ def test_a_rung_that_does_not_fit_or_fails_is_left_out(canned, capsys):
 def test_rungs_change_their_own_flags_alone():
     """With everything on, the next rung differs from the one before in the flags of its row, and in nothing else."""
     config = Config(fp8=True)
-    names, before = [], ladder.with_rungs(config, [], first=16)
+    names, before = [], with_rungs(config, [], first=16)
     for name, row in RUNGS.items():
         names.append(name)
-        rung = ladder.with_rungs(config, names, first=16)
+        rung = with_rungs(config, names, first=16)
         changed = {flag for flag in vars(rung) if getattr(rung, flag) != getattr(before, flag)}
         assert changed == {
             flag for flag, off in row.off.items() if getattr(config, flag) != off or name == "micro_batch"
         }
         before = rung
     assert before == config
-    assert ladder.label(("ddp", 2), done(Config(), 1.0), "zero3") == "+ ZERO3 × 1"
-    assert ladder.label(("ddp", 2), dict(status="skipped"), "hsdp") == "+ HSDP × 2"
+    assert ladder.label(("ddp", 2), done(Config(), 1.0), Config(parallel="zero3")) == "+ ZERO3 × 1"
+    assert ladder.label(("ddp", 2), dict(status="skipped"), Config(parallel="hsdp")) == "+ HSDP × 2"
 
 
 def test_a_rung_that_changes_the_micro_batch_says_so():
     before, after = (done(Config(micro_batch_size=size), 1.0) for size in (32, 64))
     earlier = [before, dict(status="skipped")]
-    assert ladder.label(("flash",), after, "ddp", earlier) == "+ flash (micro-batch 64)"
-    assert ladder.label(("flash",), before, "ddp", earlier) == "+ flash"
-    assert ladder.label(("micro_batch",), after, "ddp", earlier) == "+ micro-batch of 64"
+    assert ladder.label(("flash",), after, Config(), earlier) == "+ flash (micro-batch 64)"
+    assert ladder.label(("flash",), before, Config(), earlier) == "+ flash"
+    assert ladder.label(("micro_batch",), after, Config(), earlier) == "+ micro-batch of 64"
 
 
 def test_a_gpu_without_bf16_and_tf32(canned, monkeypatch):
@@ -330,8 +260,8 @@ def test_a_gpu_without_bf16_and_tf32(canned, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla T4")
-    rungs = canned(lambda config: done(config, 1000.0), device="auto", rungs="tf32,bf16,bf16_residual,accumulation,ddp")
-    assert [(r["rung"], r["status"], r.get("reason")) for r in rungs[1:]] == [
+    rows = canned(lambda config: done(config, 1000.0), device="auto", rungs="tf32,bf16,bf16_residual,accumulation,ddp")
+    assert [(r["rung"], r["status"], r.get("reason")) for r in rows[1:]] == [
         ("+ tf32", "skipped", "tf32 is off: Tesla T4 has no TF32"),
         ("+ autocast fp16", "done", None),
         ("+ bf16_residual", "skipped", "bf16_residual is off: it needs --autocast bf16"),
@@ -342,18 +272,36 @@ def test_a_gpu_without_bf16_and_tf32(canned, monkeypatch):
 
 def test_the_first_micro_batch_divides_the_batch():
     gpu = torch.device("cuda")
-    assert (
-        ladder.first_micro_batch(Config(), gpu) == 16 and ladder.first_micro_batch(Config(), torch.device("cpu")) == 1
-    )
-    assert ladder.first_micro_batch(DEMO, gpu) == 8  # of 1,024 tokens in sequences of 128
-    assert ladder.first_micro_batch(Config(micro_batch_size=4), gpu) == 4
+    assert first_micro_batch(Config(), gpu) == 16 and first_micro_batch(Config(), torch.device("cpu")) == 1
+    assert first_micro_batch(DEMO, gpu) == 8  # of 1,024 tokens in sequences of 128
+    assert first_micro_batch(Config(micro_batch_size=4), gpu) == 4
 
 
-def test_only_on_one_machine_and_sweeps_in_one_process(monkeypatch, corpus):
+def test_only_on_one_machine(monkeypatch, corpus):
     torchrun = dict(WORLD_SIZE=16, LOCAL_WORLD_SIZE=8, RANK=0, LOCAL_RANK=0, MASTER_ADDR="localhost", MASTER_PORT=29500)
     for name, value in torchrun.items():
         monkeypatch.setenv(name, str(value))
     with pytest.raises(UserError, match="one machine"):
-        ladder.climb(Config(data_dir=str(corpus)), {})
-    with pytest.raises(UserError, match="with python"):
-        ladder.sweep(ladder.LadderConfig(data_dir=str(corpus), sweep=("lr=1,2",)), {})
+        ladder.climb(ladder.LadderConfig(data_dir=str(corpus)))
+
+
+def test_naming_a_rung_that_is_off_by_default_turns_it_on(canned):
+    seen = []
+    rows = canned(lambda config: seen.append(config.mask_documents) or done(config, 1.0), rungs="flash,mask_documents")
+    assert [row["status"] for row in rows] == ["done"] * 3 and seen == [False, False, True]
+    on = ladder.turn_on_named(ladder.LadderConfig(rungs="tf32, bf16+fp8"))
+    assert on.fp8 and not on.fp8_head and not on.mask_documents
+    assert not ladder.turn_on_named(ladder.LadderConfig()).fp8
+
+
+def test_a_split_model_is_named_with_the_kernels_that_it_cannot_have(monkeypatch):
+    """--tensor is turned on by the last rung; the rungs before have kernels that need the whole head and MLP."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "H100")
+    config, on = Config(tensor=2), ["bf16", "fused_cross_entropy", "fused_gelu", "accumulation"]
+    place = Distributed(0, 2, torch.device("cuda"), 2)
+    rung, idle, lost = fit_rung(config, on, ("ddp", 2), 16, place, with_rungs(config, on, 16))
+    assert {note.flag for note in lost} >= {"fused_cross_entropy", "fused_gelu"} and not idle
+    assert all("with --tensor" in note.reason for note in lost if note.flag in on)
+    assert ladder.label(("ddp", 2), done(rung, 1.0), rung) == "+ DDP × 1 (tensor 2)"
+    assert ladder.label(("ddp", 2), dict(status="skipped"), rung) == "+ DDP × 2 (tensor 2)"

@@ -1,14 +1,22 @@
-import math
-
+import pytest
 import torch
 
-from measure.energy import PowerMeter, Sample, mj_per_token
+from measure.energy import mj_per_token, read_joules
 
 
-def test_energy_of_steps():
-    assert Sample(time=10.0, joules=500.0, watts=100.0).joules_at(10.25) == 525
-    assert mj_per_token([500.0, 700.0], [0.9, 1.1], tokens=600) == 2000
-    assert mj_per_token([500.0, 700.0], [0.9, 1.0], tokens=600) is None  # too short
-    assert mj_per_token([500.0, math.nan], [1.0, 1.0], tokens=600) is mj_per_token([], [], tokens=0) is None
-    meter = PowerMeter(torch.device("cpu"))
-    assert math.isnan(meter.joules()) and meter.problem is None
+def test_energy_is_the_difference_of_two_readings():
+    assert mj_per_token((10.0, 500.0), (12.0, 1700.0), tokens=600) == 2000
+    assert mj_per_token((10.0, 500.0), (11.9, 1700.0), tokens=600) is None  # too short
+    assert mj_per_token(None, (12.0, 1700.0), tokens=600) is None
+    assert read_joules([]) is None
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+def test_a_gpu_uses_energy():
+    pytest.importorskip("pynvml")
+    before = read_joules([0])
+    x = torch.randn(8192, 8192, device="cuda")
+    for _ in range(200):
+        x = (x @ x).tanh()
+    torch.cuda.synchronize()
+    assert read_joules([0])[1] > before[1]

@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-import ladder
 from common.cli import given, parse
 from common.errors import UserError
 from config import Config, defaults, set_sizes
 from data.tokenizer import VOCAB_SIZE
+from measure import plan as plan_command
 from measure import planner
 from measure.step_time import COPIES, Cluster, step_time
 from model import GPT, GPTConfig
@@ -315,9 +315,9 @@ def test_what_is_known_of_modes():
 
 
 def test_the_command_is_one_that_a_run_takes(monkeypatch, capsys):
-    flags = "--plan --model gpt2-xl --gpus 16 --memory 80 --parallel hsdp --lr 1e-4".split()
-    monkeypatch.setattr(sys, "argv", ["ladder.py", *flags])
-    ladder.main()
+    flags = "--model gpt2-xl --gpus 16 --memory 80 --parallel hsdp --lr 1e-4".split()
+    monkeypatch.setattr(sys, "argv", ["plan.py", *flags])
+    plan_command.main()
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == (
         "1,557M parameters, 524,288 tokens a step in sequences of 1,024, on 16 × H100 with 80 GB, 2 machines of 8"
@@ -340,8 +340,8 @@ def test_a_layout_that_is_given_is_planned(monkeypatch, capsys, tmp_path, gpus, 
     words = layout.replace("--", "").split()
     (tmp_path / "flags.yaml").write_text("".join(f"{n}: {value}\n" for n, value in zip(words[::2], words[1::2])))
     for typed in (layout.split(), ["--config", str(tmp_path / "flags.yaml")]):
-        monkeypatch.setattr(sys, "argv", ["ladder.py", "--plan", "--gpus", str(gpus), *typed])
-        ladder.main()
+        monkeypatch.setattr(sys, "argv", ["plan.py", "--gpus", str(gpus), *typed])
+        plan_command.main()
         assert capsys.readouterr().out.splitlines()[-1].endswith(layout)
 
 
@@ -352,10 +352,10 @@ def test_a_plan_that_is_impossible(monkeypatch):
             f"{large} --gpus 1",
             "nothing fits 80 GB a GPU: the least, ddp, takes 123.9 GB: use more --gpus, or a smaller",
         ),
-        ("--gpus 0", "--gpus 0: it must be above 0"),
+        ("--gpus 0", "--gpus 0: it must be at least 1"),
         ("--gpus 12", "--gpus 12 is not a multiple of --gpus_per_machine 8"),
         ("--gpu Abacus", "--gpu Abacus: known are "),
-        ("--mfu 50", "0.5 for 50%"),
+        ("--mfu 50", "it must be at most 1"),
         ("--fp8", "leave out --fp8"),
         ("--init_from gpt2", "leave out --init_from"),
         ("--tensor 5", "--tensor 5 does not divide 12 attention heads"),
@@ -363,7 +363,7 @@ def test_a_plan_that_is_impossible(monkeypatch):
         ("--parallel ddp --memory 0.4", "leave out --parallel"),
         ("--gpus 1 --parallel zero3", "--parallel zero3 needs several GPUs"),
     ):
-        monkeypatch.setattr(sys, "argv", ["ladder.py", "--plan", *flags.split()])
+        monkeypatch.setattr(sys, "argv", ["plan.py", *flags.split()])
         with pytest.raises(UserError) as error:
-            ladder.main()
+            plan_command.main()
         assert words in str(error.value) and "\n" not in str(error.value)

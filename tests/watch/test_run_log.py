@@ -12,7 +12,7 @@ from checkpoints.resume import existing_run
 from checkpoints.run_folder import checkpoints_of, step_of
 from common.errors import UserError
 from config import Config
-from measure import child_run
+from measure.results import Results
 from parallel.process_group import Distributed
 from train_gpt2 import StepResult
 from watch import run_log
@@ -321,5 +321,5 @@ def test_names_that_no_run_has(tmp_path, monkeypatch, name):
     with pytest.raises(UserError, match="^--run_name .*must be"):
         existing_run(Config(run_name=name))
     with pytest.raises(UserError, match="^--run_name .*must be"):
-        child_run.prepare("log", name, "ladder")
+        Results("log", name, "ladder", torch.device("cpu"))
     assert not list(tmp_path.iterdir())

@@ -1,4 +1,4 @@
-"""The ladder of training recipes: `ladder.py --to_loss`."""
+"""The ladder of training recipes: measure.to_loss."""
 
 import json
 import statistics
@@ -7,13 +7,13 @@ import pytest
 from conftest import expect_error, logged, metrics
 
 from common.errors import UserError
-from config import Config
+from measure import to_loss
 from measure.to_loss import choose_recipes
 
 
 def test_the_ladder_of_recipes_climbs(train, tmp_path):
-    flags = ("--to_loss", "--seeds", 1, "--max_steps", 8, "--val_tokens", 256, "--ladder_steps", 1)
-    folder = train("recipes", *flags, script="ladder.py")
+    flags = ("--seeds", 1, "--max_steps", 8, "--val_tokens", 256)
+    folder = train("recipes", *flags, script="measure/to_loss.py")
     results = json.loads((folder / "to_loss.json").read_text())["results"]
     assert [(r["rung"], r["status"]) for r in results] == [
         ("GPT-3's recipe", "done"),
@@ -43,21 +43,21 @@ def test_the_ladder_of_recipes_climbs(train, tmp_path):
     # a ladder that was stopped goes on: only the run that is not done trains again
     (folder / "02_seed1337.json").unlink()
     before = {path: path.stat().st_mtime for path in folder.glob("*/metrics.jsonl")}
-    train("recipes", *flags, "--target_loss", 9.5, script="ladder.py")
+    train("recipes", *flags, "--target_loss", 9.5, script="measure/to_loss.py")
     after = {path: path.stat().st_mtime for path in before}
     assert [path.parent.name for path in before if after[path] != before[path]] == ["02_seed1337"]
     again = json.loads((folder / "to_loss.json").read_text())["results"]
     assert [r["finals"] for r in again[:4]] == [r["finals"] for r in results[:4]]
     assert "to a validation loss of 9.5: " in (folder / "to_loss.md").read_text()
-    other = train("recipes", *flags, "--lr", 7e-3, fails=True, script="ladder.py")
+    other = train("recipes", *flags, "--lr", 7e-3, fails=True, script="measure/to_loss.py")
     expect_error(other, "recipes has runs with other flags: choose another --run_name, or delete it")
 
 
 def test_recipes_of_ones_own(train):
     """Each rung adds to the flags before it; Muon brings its recipe."""
     recipes = ("--recipes", "optimizer=muon lr=2e-3", "mask_documents=on")
-    flags = ("--to_loss", "--seeds", 2, "--max_steps", 8, "--val_tokens", 256, "--ladder_steps", 1, *recipes)
-    folder = train("own", *flags, "--beta2", 0.9, script="ladder.py")
+    flags = ("--seeds", 2, "--max_steps", 8, "--val_tokens", 256, *recipes)
+    folder = train("own", *flags, "--beta2", 0.9, script="measure/to_loss.py")
     first, muon, masked = json.loads((folder / "to_loss.json").read_text())["results"]
     assert [r["rung"] for r in (first, muon, masked)] == ["flags as given", *recipes[1:]]
     assert first["facts"]["optimizer"] == "adamw" and first["facts"]["beta2"] == masked["facts"]["beta2"] == 0.9
@@ -68,15 +68,15 @@ def test_recipes_of_ones_own(train):
     assert f"| {statistics.mean(differences):+.4f} ± {statistics.stdev(differences):.4f} |" in row
 
 
-def test_bad_recipes_end_in_one_line(train):
-    expect_error(train("x", "--to_loss", fails=True, script="ladder.py"), "--max_steps 3: the first 5 steps")
-    expect_error(train("x", "--recipes", "fp8=on", fails=True, script="ladder.py"), "--recipes is for --to_loss")
-    for own, complaint in (
-        (("--optimizer", "muon"), "leave out --optimizer and --fp8, or use --recipes"),
-        (("--batch_warmup_steps", 3, "--recipes", "fp8=on"), "leave out --batch_warmup_steps"),
+def test_bad_recipes_end_in_one_line(corpus):
+    for flags, complaint in (
+        (dict(max_steps=3), "--max_steps 3: the first 5 steps"),
+        (dict(optimizer="muon"), "leave out --optimizer and --fp8, or use --recipes"),
+        (dict(batch_warmup_steps=3, recipes=("fp8=on",)), "leave out --batch_warmup_steps"),
+        (dict(seeds=0), "--seeds 0"),
     ):
-        done = train("x", "--to_loss", "--max_steps", 9, *own, fails=True, script="ladder.py")
-        expect_error(done, complaint)
+        with pytest.raises(UserError, match=complaint):
+            to_loss.climb(to_loss.ToLossConfig(data_dir=str(corpus), **flags))
     for texts, complaint in (
         (("lr",), "--recipes 'lr': it takes flags of train_gpt2.py with one value each"),
         (("lr=1e-3,2e-3",), "one value each"),
@@ -88,8 +88,8 @@ def test_bad_recipes_end_in_one_line(train):
         (("fp8=on", "fp8=on"), "a rung twice"),
     ):
         with pytest.raises(UserError, match=complaint):
-            choose_recipes(texts, Config)
+            choose_recipes(texts)
 
 
 def test_a_rung_of_another_model_keeps_the_ladders_own_flags():
-    assert choose_recipes(("model=tiny",), Config) == {"flags as given": {}, "model=tiny": dict(model="tiny")}
+    assert choose_recipes(("model=tiny",)) == {"flags as given": {}, "model=tiny": dict(model="tiny")}

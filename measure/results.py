@@ -1,0 +1,55 @@
+"""The folder of several measurements."""
+
+import shlex
+import signal
+import sys
+
+from checkpoints.run_folder import folder_of, lock, make_folder
+from common.errors import UserError
+from common.files import write_json
+from config import SETTLING_STEPS
+from watch.hardware import environment
+
+
+class Results:
+    """A folder with KIND.json, KIND.md and KIND.png, locked for this process; that of a ladder also has every run."""
+
+    def __init__(self, log_dir, run_name, kind, device, goes_on=False):
+        """Make the folder, and let SIGTERM end the process as Ctrl-C does.
+
+        goes_on: an existing folder of this kind is taken, and child_run.measure() skips the runs that are done in it.
+        Raises UserError for another folder that exists, one that another process writes, or one that cannot be made.
+        """
+        if run_name is not None and (folder := folder_of(log_dir, run_name)).exists():
+            if not (goes_on and (folder / f"{kind}.json").exists()):
+                raise UserError(f"{folder} exists: choose another --run_name, or delete it")
+        self.folder, self.kind = make_folder(log_dir, run_name, kind), kind
+        self._lock = lock(self.folder)  # until the process ends: another ladder would delete the run that is measured
+        self.environment = environment(device)
+        if not (self.folder / f"{kind}.json").exists():
+            self._write([])
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # as on Ctrl-C: the run under measurement ends first
+
+    def _write(self, results):
+        write_json(self.folder / f"{self.kind}.json", dict(command=shlex.join(sys.argv), results=results))
+
+    def save(self, results, markdown, draw, steps=None):
+        """Write the results so far to KIND.json, KIND.md and, with draw(path), KIND.png. steps: how many were timed in
+        each run, if the results are medians of steps."""
+        self._write(results)
+        done = [result for result in results if result["status"] == "done"]
+        if done:
+            facts = done[0]["facts"]
+            versions = f"PyTorch {facts['torch']}" + (f", CUDA {facts['cuda']}" if facts["cuda"] else "")
+            markdown += f"\n\n{facts['hardware']}, {versions}."
+            if steps:
+                spread = max(result["spread"] for result in done)
+                markdown += (
+                    f" Medians of {steps} steps after {SETTLING_STEPS} to warm up; the middle half of a run's steps "
+                    f"spans {spread:.1%} of its median, or less."
+                )
+            draw(self.folder / f"{self.kind}.png")
+        (self.folder / f"{self.kind}.md").write_text(markdown + "\n")
+
+    def __str__(self):
+        return f"{self.folder}/ has {self.kind}.md, {self.kind}.json and {self.kind}.png"
