@@ -52,7 +52,7 @@ class Flags:
     """
 
     input: str | None = None
-    """Local files: .txt or .jsonl (also .gz, .zst), .parquet, .npy or .bin; quote a pattern. See docs/data.md."""
+    """Local files: .txt or .jsonl (also .gz, .zst), .parquet, .npy or .bin; quote a pattern. See docs/running.md."""
     dataset: Literal["auto", "fineweb-edu", "fineweb"] = "auto"
     """Dataset on the hub, or what the files of --input hold. auto: fineweb-edu, or with --input your own text."""
     subset: str = "sample-10BT"

@@ -6,7 +6,7 @@
 
 These operations compute little for each byte, so memory bandwidth is their limit. GB/s are the bytes that forward and
 backward together must move at least, over their time: the same bytes for every level, so that a level that moves more
-has fewer GB/s. docs/kernels.md says what to learn from the figures.
+has fewer GB/s. docs/measuring.md says what to learn from the figures.
 """
 
 import common.interrupt  # first: Ctrl-C during the other imports

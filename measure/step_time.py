@@ -40,7 +40,7 @@ from parallel.fsdp import is_sharded, shard_group_size
 from parallel.memory import compute_bytes, count_params, params_of_embeddings, params_of_rank
 from parallel.pipeline import blocks_of_ranks
 
-# Measured with GPT-2 124M and 1558M on H200s: docs/benchmarks.md, docs/scaling.md
+# Measured with GPT-2 124M and 1558M on H200s: dev/LOG.md, docs/scaling.md
 LAYER_SECONDS = 0.3e-3  # fixed time of a block: micro-batches of 64, 32, 16 sequences take 108.6, 56.4, 30 ms (124M)
 STEP_SECONDS = 2e-3  # the update and the rest of a step of 124M; 1558M takes 25 ms, which the fitted MFU contains
 SLOWEST = 1.015  # several GPUs wait for the slowest

@@ -36,7 +36,7 @@ from parallel.process_group import Distributed
 COLUMNS = ("rung", "final loss", "difference", "tokens", "× before", "× first", "seconds", "× before", "× first")
 WIDTHS = (22, 15, 16, 13, 8, 8, 11, 8, 8)
 VAL_TOKENS = 2621440  # at most, in each of some 20 validations
-# Each warm-up's largest fraction of max_steps. A high learning rate needs a long one: docs/benchmarks.md, "Recipes"
+# Each warm-up's largest fraction of max_steps. A high learning rate needs a long one: dev/LOG.md, "Recipes"
 LR_WARMUP, BATCH_WARMUP = 0.9, 0.45
 
 BASELINE_STEPS = 20  # timed, of the ladder's first rung

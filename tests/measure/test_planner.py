@@ -1,4 +1,4 @@
-"""Plans against the measurements of docs/scaling.md and docs/benchmarks.md, and against what is known by counting."""
+"""Plans against the measurements of docs/scaling.md and dev/LOG.md, and against what is known by counting."""
 
 import shlex
 import sys
