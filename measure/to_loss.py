@@ -119,7 +119,7 @@ def climb(config):
             rung, notes = turn_off_unavailable(recipe_run(config, changes | recipe), distributed)
             if rung.batch_warmup_steps:
                 size = min(rows[0]["facts"]["micro_batch_size"], LARGEST_IN_WARMUP)
-                rung = schedules.match_tokens(rung, size, distributed.data_size)
+                rung = match_tokens(rung, size, distributed.data_size)
                 schedules.check_flags(rung, distributed, notes)
             idle = "; ".join(str(note) for note in notes if note.flag in recipe)
             runs = [dict(status="skipped", reason=idle)] if idle else []
@@ -247,6 +247,15 @@ def cells(results):
             ratio = other[0][key] / result[key] if other and other[0][key] and result[key] else None
             texts.append("" if ratio is None else f"{ratio:.2f}")
     return texts
+
+
+def match_tokens(config, micro_batch_size, data_size):
+    """config with this micro_batch_size, and with max_steps raised to make up for the tokens that the batch warm-up
+    leaves out, to within one batch. data_size: the ranks, or groups of ranks, that divide the batch.
+    """
+    config = replace(config, micro_batch_size=micro_batch_size)
+    missing = config.max_steps * config.total_batch_size - schedules.tokens_to_train(config, 0, data_size)
+    return replace(config, max_steps=config.max_steps + missing // config.total_batch_size)
 
 
 def widths(rungs):

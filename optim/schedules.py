@@ -1,6 +1,5 @@
 """What the learning rate and the batch size are at each step."""
 
-import dataclasses
 import math
 
 from common.errors import Note
@@ -59,12 +58,3 @@ def tokens_to_train(config, step, data_size):
     micro_steps = sum(accumulation_steps(s, config, data_size) for s in range(step, full_batch))
     micro_steps += max(0, config.max_steps - full_batch) * accumulation_steps(full_batch, config, data_size)
     return micro_steps * config.micro_batch_size * config.seq_len * data_size
-
-
-def match_tokens(config, micro_batch_size, data_size):
-    """config with this micro_batch_size, and with max_steps raised to make up for the tokens that the batch warm-up
-    leaves out, to within one batch. data_size: the ranks, or groups of ranks, that divide the batch.
-    """
-    config = dataclasses.replace(config, micro_batch_size=micro_batch_size)
-    missing = config.max_steps * config.total_batch_size - tokens_to_train(config, 0, data_size)
-    return dataclasses.replace(config, max_steps=config.max_steps + missing // config.total_batch_size)

@@ -1,4 +1,5 @@
 import copy
+import typing
 
 import pytest
 import torch
@@ -57,6 +58,10 @@ def test_the_batch_grows_to_its_full_size():
     assert steps == sorted(steps) and set(steps) == set(range(1, 9))
     config.batch_warmup_steps = 0
     assert accumulation_steps(0, config, data_size=2) == 8
+
+
+def test_every_optimizer_is_a_value_of_the_flag():
+    assert set(typing.get_args(typing.get_type_hints(Config)["optimizer"])) == set(OPTIMIZERS)
 
 
 def test_only_matrices_and_embeddings_decay():
