@@ -12,7 +12,6 @@ from kernels.attention import CAN_USE, SDPA_OPERATORS, limit_sdpa, missing_sdpa_
 from model import GPT, GPTConfig
 
 ENABLED = dict(cudnn=cuda.cudnn_sdp_enabled, flash=cuda.flash_sdp_enabled, efficient=cuda.mem_efficient_sdp_enabled)
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 cudnn = pytest.importorskip("cudnn", reason="needs nvidia-cudnn-frontend")
 
 
@@ -29,7 +28,7 @@ def test_only_the_chosen_kernel_is_enabled(name, restore):
     assert {backend for backend, enabled in ENABLED.items() if enabled()} == chosen
 
 
-@needs_gpu
+@pytest.mark.gpu
 @pytest.mark.parametrize("name", CAN_USE)
 def test_the_chosen_kernel_runs(name, restore):
     if missing_sdpa_kernel(name, torch.device("cuda"), torch.bfloat16, 64):
@@ -42,7 +41,7 @@ def test_the_chosen_kernel_runs(name, restore):
     assert kernels == {f"aten::_scaled_dot_product_{name}_attention"}
 
 
-@needs_gpu
+@pytest.mark.gpu
 def test_a_size_without_a_kernel_is_refused():
     reason = missing_sdpa_kernel("flash", torch.device("cuda"), torch.float32, 64)
     assert reason == "PyTorch has no flash kernel here for torch.float32 and heads of width 64"
@@ -57,7 +56,7 @@ def loss_and_gradients(x, y, **options):
     return loss.item(), {name: parameter.grad for name, parameter in model.named_parameters()}
 
 
-@needs_gpu
+@pytest.mark.gpu
 def test_model_is_the_same():
     x, y = (tensor.cuda() for tensor in batch())
     expected, gradients = loss_and_gradients(x, y)
@@ -67,7 +66,7 @@ def test_model_is_the_same():
         assert (found[name] - gradient).norm() < 2e-2 * gradient.norm(), name
 
 
-@needs_gpu
+@pytest.mark.gpu
 @pytest.mark.parametrize("dtype, tolerance", [(torch.bfloat16, 1e-2), (torch.float16, 2e-3)])
 @pytest.mark.parametrize("B, T, heads, width", [(2, 1024, 12, 64), (3, 37, 2, 64), (1, 200, 5, 32), (2, 129, 3, 128)])
 def test_against_float64(B, T, heads, width, dtype, tolerance):
@@ -85,7 +84,7 @@ def test_against_float64(B, T, heads, width, dtype, tolerance):
         assert (found.double() - reference).norm() < tolerance * reference.norm()
 
 
-@needs_gpu
+@pytest.mark.gpu
 def test_operator_registration():
     """Shapes, dtypes and strides of the fake kernels, and no output aliases an input."""
     checks = ("test_schema", "test_faketensor", "test_autograd_registration")
@@ -96,7 +95,7 @@ def test_operator_registration():
     torch.library.opcheck(attention.packed_qkv_backward, (torch.randn_like(y), qkv, y, stats, 2), test_utils=checks)
 
 
-@needs_gpu
+@pytest.mark.gpu
 def test_unsupported_head_width():
     with pytest.raises(UserError, match=r"2 heads of width 20, .*multiple of 8.*: use --attention sdpa$"):
         attention.packed_qkv(torch.randn(1, 64, 3 * 40, device="cuda").bfloat16(), 2)

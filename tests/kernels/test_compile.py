@@ -10,6 +10,7 @@ from kernels import compile
 from kernels.compile import compile_model
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+pytestmark = pytest.mark.gpu(cpu_too=True)
 N, K, M = 2048, 512, 2048
 ON = SimpleNamespace(compile=True, tuned_gemms=True)
 

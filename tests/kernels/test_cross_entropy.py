@@ -14,6 +14,7 @@ from kernels import cross_entropy  # noqa: E402
 from kernels.cross_entropy import cross_entropy_, fused_cross_entropy  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+pytestmark = pytest.mark.gpu(cpu_too=True)
 DTYPES = [(torch.float32, 2e-5), (torch.bfloat16, 2e-2)]  # the interpreter truncates to bfloat16
 
 

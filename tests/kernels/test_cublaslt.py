@@ -8,13 +8,6 @@ import torch.nn.functional as F
 
 from kernels import cublaslt
 
-needs_gpu = pytest.mark.skipif(
-    not torch.cuda.is_available() or bool(cublaslt.missing()), reason="needs an NVIDIA GPU and nvmath-python"
-)
-needs_hopper = pytest.mark.skipif(
-    not torch.cuda.is_available() or torch.cuda.get_device_capability() < (9, 0) or bool(cublaslt.missing()),
-    reason="needs a Hopper GPU and nvmath-python",
-)
 FP8 = torch.float8_e4m3fn
 
 
@@ -47,13 +40,13 @@ def test_cpu_tensors_are_not_supported():
     assert not cublaslt.gemm(a, a, torch.empty_like(a))
 
 
-@needs_gpu
+@pytest.mark.gpu
 def test_unaligned_tensors_are_not_supported():
     a, b = normal(64, 72, dtype=torch.bfloat16)[:, 3:67], normal(64, 32, dtype=torch.bfloat16)
     assert not cublaslt.gemm(a, b, a.new_empty(64, 32))
 
 
-@needs_gpu
+@pytest.mark.gpu
 @pytest.mark.parametrize("dtype, tolerance", [(torch.bfloat16, 3e-3), (torch.float16, 5e-4)])
 @pytest.mark.parametrize("N, K, M", [(64, 128, 256), (96, 768, 3072), (1000, 64, 40)])
 def test_row_major_and_transposed_inputs(N, K, M, dtype, tolerance):
@@ -67,7 +60,7 @@ def test_row_major_and_transposed_inputs(N, K, M, dtype, tolerance):
             assert error(out, a.double() @ b.double() + bias.double()) < tolerance
 
 
-@needs_gpu
+@pytest.mark.gpu
 def test_gelu_epilogues():
     """On a GPU cuBLASLt computes the MLP's two epilogues; kernels/mlp.py does not fall back to PyTorch."""
     x, w1, b1 = (normal(*shape, dtype=torch.bfloat16) for shape in ((512, 768), (3072, 768), (3072,)))
@@ -82,7 +75,7 @@ def test_gelu_epilogues():
     assert error(out, expected) < 3e-3
 
 
-@needs_gpu
+@pytest.mark.gpu
 def test_a_choice_among_results_that_overflow_is_not_kept(monkeypatch):
     monkeypatch.setattr(cublaslt, "plans", {})
     a, b = normal(1024, 64, dtype=torch.float16), normal(64, 1024, dtype=torch.float16)
@@ -92,7 +85,7 @@ def test_a_choice_among_results_that_overflow_is_not_kept(monkeypatch):
     assert error(out, a.double() @ b.double()) < 5e-4
 
 
-@needs_hopper
+@pytest.mark.gpu(hopper=True)
 @pytest.mark.parametrize("fast_accumulation, tolerance", [(True, 2e-2), (False, 3e-3)])
 def test_float8(fast_accumulation, tolerance):
     a, b = normal(512, 768, dtype=FP8), normal(256, 768, dtype=FP8)
@@ -102,7 +95,7 @@ def test_float8(fast_accumulation, tolerance):
     assert error(out, 1.5 * a.double() @ b.double().t()) < tolerance
 
 
-@needs_hopper
+@pytest.mark.gpu(hopper=True)
 @pytest.mark.parametrize(
     "N, K, M, dtype, bias, fast_accumulation",
     [

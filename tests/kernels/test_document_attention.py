@@ -21,7 +21,6 @@ from optimizations import saved_operators
 from parallel.activation_checkpointing import checkpoint_activations
 
 END = SIZES["vocab_size"] - 1  # <|endoftext|>, with which a document begins
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 # Columns at which the documents of each row begin, besides the first
 ROWS = {
     "random": [[5, 6, 17], [], [9]],
@@ -177,7 +176,7 @@ def random_documents(B, T):
     return idx
 
 
-@needs_gpu
+@pytest.mark.gpu
 @pytest.mark.parametrize("kernel", ["FlashAttention", "cuDNN"])
 @pytest.mark.parametrize("dtype, tolerance", [(torch.bfloat16, 1e-2), (torch.float16, 2e-3)])
 @pytest.mark.parametrize("B, T, heads, width", [(2, 1024, 12, 64), (3, 37, 2, 64), (1, 200, 5, 32), (2, 129, 3, 128)])
@@ -205,7 +204,7 @@ def compare(attention, idx, heads, width, dtype, tolerance):
         assert (found.double() - reference).norm() < tolerance * reference.norm()
 
 
-@needs_gpu
+@pytest.mark.gpu
 @pytest.mark.parametrize("kernel", ["FlashAttention", "cuDNN"])
 def test_registration_of_the_kernels(kernel):
     """Shapes, dtypes and strides of the fake kernels, and no output aliases an input."""
@@ -217,7 +216,7 @@ def test_registration_of_the_kernels(kernel):
         torch.library.opcheck(attention, (leaf, 2, offsets), test_utils=checks)
 
 
-@needs_gpu
+@pytest.mark.gpu
 @pytest.mark.parametrize("kernel", ["FlashAttention", "cuDNN"])
 @pytest.mark.parametrize("compiled", [False, True])
 def test_model_on_gpu(kernel, compiled):

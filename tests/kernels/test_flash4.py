@@ -76,6 +76,7 @@ def test_what_the_kernel_gets(monkeypatch, groups):
         flash4.backward(dy, qkv, y, stats, 1, found, bounds)
 
 
+@pytest.mark.gpu(hopper=True)
 @pytest.mark.parametrize("dtype, tolerance", [(torch.bfloat16, 1e-2), (torch.float16, 2e-3)])
 @pytest.mark.parametrize("B, T, heads, width", [(2, 1024, 12, 64), (3, 37, 2, 64), (2, 200, 5, 32), (2, 129, 3, 128)])
 def test_kernel_against_float64(B, T, heads, width, dtype, tolerance, monkeypatch):
@@ -94,6 +95,7 @@ def test_kernel_against_float64(B, T, heads, width, dtype, tolerance, monkeypatc
     compare(without_documents, no_boundaries, heads, width, dtype, tolerance)
 
 
+@pytest.mark.gpu(hopper=True)
 @pytest.mark.parametrize("masked", [False, True])
 def test_compiled_model_twice(masked):
     """Its gradients are the model's own, and with deterministic algorithms the same bits each time."""
@@ -119,6 +121,7 @@ def test_compiled_model_twice(masked):
     assert torch.equal(found, again)
 
 
+@pytest.mark.gpu(hopper=True)
 def test_registration():
     """Shapes, dtypes and strides of the fake kernels, and no output aliases an input."""
     skip_without_flash4()

@@ -14,6 +14,7 @@ from kernels import fp8  # noqa: E402
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 if DEVICE == "cuda" and torch.cuda.get_device_capability() < (9, 0):
     pytest.skip("needs a Hopper GPU", allow_module_level=True)
+pytestmark = pytest.mark.gpu(cpu_too=True)
 
 
 def models(**options):

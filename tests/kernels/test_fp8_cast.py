@@ -10,6 +10,7 @@ from kernels import fp8_cast  # noqa: E402
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 if DEVICE == "cuda" and torch.cuda.get_device_capability() < (9, 0):
     pytest.skip("needs a Hopper GPU", allow_module_level=True)
+pytestmark = pytest.mark.gpu(cpu_too=True)
 
 
 def normal(*shape, dtype=torch.float32):
@@ -44,7 +45,7 @@ def test_writes_into_given_tensors():
 
 
 # Triton's interpreter does not round to float8 as GPUs do
-@pytest.mark.skipif(DEVICE == "cpu", reason="needs an NVIDIA GPU")
+@pytest.mark.gpu
 def test_rounds_as_pytorch_does():
     x, scale = 3 * normal(512, 768, dtype=torch.bfloat16), scalar(0.025)
     x8, x8_t, _ = fp8_cast.quantize(x, scale, scalar(0))

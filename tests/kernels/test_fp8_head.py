@@ -15,6 +15,7 @@ from kernels.fp8_head import fp8_cross_entropy, softmax_float8  # noqa: E402
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 if DEVICE == "cuda" and torch.cuda.get_device_capability() < (9, 0):
     pytest.skip("needs a Hopper GPU", allow_module_level=True)
+pytestmark = pytest.mark.gpu(cpu_too=True)
 
 
 def head(N, C, V, sharpness=1.0):

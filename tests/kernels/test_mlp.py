@@ -13,6 +13,7 @@ from kernels import mlp
 from model import GPT, GPTConfig
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+pytestmark = pytest.mark.gpu(cpu_too=True)
 
 
 def inputs(N, C, dtype, D=None):
