@@ -41,3 +41,10 @@ def test_arrows_between_folders_point_one_way():
     folders = {(a.split(".")[0], b.split(".")[0]) for a, below in imports().items() for b in below}
     assert {name for pair in folders for name in pair} <= set(ORDER)
     assert [(a, b) for a, b in folders - LAZY if ORDER.index(a) > ORDER.index(b)] == []
+
+
+def test_there_is_no_circle():
+    graph = imports()
+    while ends := {name for name, below in graph.items() if not below}:
+        graph = {name: below - ends for name, below in graph.items() if name not in ends}
+    assert not graph, f"a circle among {sorted(graph)}, or below them"
