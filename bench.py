@@ -26,7 +26,7 @@ from measure.memory_parts import describe_memory, memory_of_step
 from parallel import fsdp, pipeline, process_group
 from parallel.memory import free_memory, less_memory
 from train_gpt2 import build, train_step
-from watch.hardware import environment, flops_per_token, peak_flops, peak_memory
+from watch.hardware import environment, flops_per_token, mfu, peak_flops, peak_memory
 from watch.plan import note_lines
 
 
@@ -109,12 +109,12 @@ def report(trainer, results, mj, parts):
     config, distributed = trainer.config, trainer.distributed
     step = statistics.median(result.seconds for result in results[SETTLING_STEPS:])
     rate = results[-1].tokens / step
-    peak = peak_flops(distributed.device)
-    flops = rate * flops_per_token(trainer.model, config.seq_len)
-    mfu = f", MFU {flops / (peak * distributed.world_size):.1%}" if peak else ""
+    peak = peak_flops(distributed.device) * distributed.world_size
+    reached = mfu(rate, flops_per_token(trainer.model, config.seq_len), peak)
+    share = f", MFU {reached:.1%}" if reached else ""
     memory = peak_memory(distributed.device)
     energy = f", {mj:.3g} mJ a token" if math.isfinite(mj) else ""
-    print(f"{rate:,.0f} tokens/sec, {1000 * step:.2f} ms a step{mfu}, peak memory {memory:.2f} GB{energy}")
+    print(f"{rate:,.0f} tokens/sec, {1000 * step:.2f} ms a step{share}, peak memory {memory:.2f} GB{energy}")
     devices = f"{distributed.world_size} × {environment(distributed.device)['hardware']}"
     devices += f", {pipeline.describe(config, distributed)}" if distributed.world_size > 1 else ""
     if parts:

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from tqdm import tqdm
 
-from common.cli import parse
+from common.cli import flag, parse
 from common.device import missing_package
 from common.errors import UserError, first_line, is_out_of_memory, run
 from kernels import flash4
@@ -51,15 +51,15 @@ COLUMN_WIDTHS = (16, 4, 6, 11, 12, 8, 8, 8)
 class Flags(TimingFlags):
     """Time every attention kernel that this device has, forward and backward."""
 
-    tokens: int | None = None
+    tokens: int | None = flag(None, at_least=1)
     """Tokens in each measurement, B × T; by default 65,536 on a GPU, 1,024 elsewhere."""
     lengths: tuple[int, ...] = ()
     """Sequence lengths T, divisors of --tokens; by default the powers of two from 512 to 32,768, --tokens at most."""
     widths: tuple[int, ...] = (64, 128)
     """Widths D of a head, divisors of --n_embd."""
-    n_embd: int = 768
+    n_embd: int = flag(768, at_least=1)
     """Embedding width C; the number of heads is C / D."""
-    documents: int = 0
+    documents: int = flag(0, at_least=0)
     """Mean length of random documents; a token attends within its own, as with --mask_documents. 0: whole rows."""
 
 
@@ -92,10 +92,8 @@ def check(flags):
     """Raises UserError for sizes that cannot be measured."""
     if not flags.lengths or not flags.widths:
         raise UserError(f"no sequence length up to {flags.tokens} tokens, or no head width: use --lengths and --widths")
-    if min(flags.tokens, flags.n_embd, flags.repeats, *flags.lengths, *flags.widths) < 1:
-        raise UserError("--tokens, --lengths, --widths, --n_embd and --repeats must be at least 1")
-    if flags.documents < 0:
-        raise UserError(f"--documents {flags.documents}: it must be at least 1, or 0 for whole rows")
+    if min(*flags.lengths, *flags.widths) < 1:
+        raise UserError("--lengths and --widths must be at least 1")
     for name, of, whole, parts in (
         ("tokens", "lengths", flags.tokens, flags.lengths),
         ("n_embd", "widths", flags.n_embd, flags.widths),

@@ -8,7 +8,6 @@ from watch.curves import INK, MUTED, PALETTE, RULE, mark, new_figure
 
 SPEED, MEMORY = "#2f6fbb", "#c77d2e"
 STYLES = ("-", "--", "-.")
-PARTS = ("#7d5ba6", "#b5495b", "#4f9d69", "#e0a458", "#8fb3dc", "#8a8f98")  # of memory, as in step_memory.py
 HEAT = "Blues"
 LABEL = dict(facecolor="white", edgecolor="none", pad=1)  # behind a text that a line may cross
 MODEL_FLAGS = {"model", "n_layer", "n_head", "n_embd"}
@@ -47,7 +46,7 @@ def model_of(cell):
 
 
 def ladder(results, path):
-    """Tokens/sec and peak memory of each rung, the first on top; on a GPU with what the memory is for.
+    """Tokens/sec and peak memory of each rung, the first on top.
 
     results: one dictionary per rung, as from measure.measure; only those with status "done" are drawn.
     """
@@ -73,29 +72,12 @@ def ladder(results, path):
             rate = f"{rate_text(value, min(rates))}   {ratio:.{2 if ratio < 10 else 1}f} ×"
             text = rate if ax is speed else f"{value:.1f}"
             ax.text(value + 0.012 * max(values), position, text, va="center", fontsize=9, color=INK)
-    stack_memory(memory, results)
     speed.set_yticks(positions, names)
     speed.invert_yaxis()
     figure.suptitle(
         f"What each optimization buys: {about(results[0]['facts'])}", x=0.01, ha="left", fontsize=12, color=INK
     )
     figure.savefig(path)
-
-
-def stack_memory(ax, results):
-    """Draw the parts of each result's memory_gb over its bar of peak memory, if they were measured."""
-    measured = {y: result for y, result in enumerate(results) if result.get("memory_gb")}
-    if not measured:
-        return
-    stacks = [result["memory_gb"] for result in measured.values()]
-    # what the allocator rounds up, and what compilation takes beyond a step
-    others = [max(0.0, result["peak_gb"] - sum(result["memory_gb"].values())) for result in measured.values()]
-    parts = {name.replace("_", " "): [stack[name] for stack in stacks] for name in stacks[0]}
-    starts = [0.0] * len(stacks)
-    for (name, sizes), color in zip((parts | {"other": others}).items(), (*PARTS, RULE)):
-        ax.barh(list(measured), sizes, left=starts, height=0.68, color=color, label=name)
-        starts = [start + size for start, size in zip(starts, sizes)]
-    ax.legend(loc="upper center", bbox_to_anchor=(0.5, 0), ncols=2, frameon=False, fontsize=8, labelcolor=INK)
 
 
 def time_to_loss(curves, target, facts, path):

@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from tqdm import tqdm
 
-from common.cli import parse
+from common.cli import flag, parse
 from common.device import missing_compiler, missing_package
 from common.errors import UserError, first_line, is_out_of_memory, run
 from measure import figures
@@ -33,6 +33,7 @@ from parallel.process_group import start_alone
 
 COLUMNS = ("operation", "level", "forward ms", "backward ms", "GB/s", "of bandwidth", "× eager", "peak GB")
 COLUMN_WIDTHS = (14, 13, 10, 11, 8, 12, 8, 8)
+ALL_LEVELS = ("eager", "library", "compiled", "max-autotune", "triton", "liger")
 EPSILON = 1e-5  # of LayerNorm
 
 
@@ -42,20 +43,13 @@ class Flags(TimingFlags):
 
     kernel: tuple[Literal["cross_entropy", "gelu", "layer_norm"], ...] = ("cross_entropy", "gelu", "layer_norm")
     """Operations to time."""
-    levels: tuple[Literal["eager", "library", "compiled", "max-autotune", "triton", "liger"], ...] = (
-        "eager",
-        "library",
-        "compiled",
-        "max-autotune",
-        "triton",
-        "liger",
-    )
+    levels: tuple[Literal["eager", "library", "compiled", "max-autotune", "triton", "liger"], ...] = ALL_LEVELS
     """Levels to time; some operations lack some."""
-    tokens: int | None = None
+    tokens: int | None = flag(None, at_least=1)
     """Tokens, B × T; by default 65,536 on a GPU, 1,024 elsewhere."""
-    n_embd: int = 768
+    n_embd: int = flag(768, at_least=1)
     """Embedding width C; GELU's input has 4C columns."""
-    vocab_size: int = 50304
+    vocab_size: int = flag(50304, at_least=1)
     """Columns V of the logits."""
 
 
@@ -64,8 +58,6 @@ def main():
     device = start_alone(flags.device, "this times one device")
     if flags.tokens is None:
         flags.tokens = 65536 if device.type == "cuda" else 1024
-    if min(flags.tokens, flags.n_embd, flags.vocab_size, flags.repeats) < 1:
-        raise UserError("--tokens, --n_embd, --vocab_size and --repeats must be at least 1")
     grid = [(kernel, level) for kernel in flags.kernel for level in flags.levels if level in LEVELS[kernel]]
     if not grid:
         raise UserError("no operation has these levels: use --kernel and --levels, see --help")

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
-from common.cli import check_bounds, flag, parse
+from common.cli import flag, parse
 from common.errors import UserError, out_of_memory, run
 from measure import figures
 from measure.results import Results
@@ -49,7 +49,6 @@ class Flags(TimingFlags):
 
 def main():
     flags = parse(Flags)
-    check_bounds(flags)
     distributed = process_group.start(flags.device)
     if flags.largest is None:
         flags.largest = 2**30 if distributed.device.type == "cuda" else 2**24

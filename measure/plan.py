@@ -8,7 +8,7 @@ import common.interrupt  # first: Ctrl-C during the other imports
 import shlex
 from dataclasses import dataclass, replace
 
-from common.cli import check_bounds, flag
+from common.cli import flag
 from common.errors import UserError, run
 from config import GROUPS, Config, command_line, read_command_line, set_sizes
 from measure import planner
@@ -18,7 +18,7 @@ from measure.tables import align
 from optim.schedules import accumulation_steps
 from parallel.memory import count_params, data_ranks
 from parallel.pipeline import blocks_of_stages
-from watch.hardware import PEAK_TFLOPS, WITHOUT_BF16, is_named, peak_tflops_of
+from watch.hardware import PEAK_TFLOPS, WITHOUT_BF16, is_named, mfu, peak_tflops_of
 
 COLUMNS = ("mode", "B", "weights", "gradients", "states", "activations", "logits", "peak GB", "ms a step", "tokens/sec")
 COLUMNS += ("MFU", "waits")
@@ -102,14 +102,13 @@ def cells(layout, cluster):
     memory, seconds, c = layout.memory, layout.time.total, layout.config
     parts = (memory.weights, memory.gradients, memory.states, memory.activations, memory.logits, memory.peak)
     rate = c.total_batch_size / seconds
-    flops = rate * flops_per_token(c)
     return [
         planner.describe(layout),
         str(c.micro_batch_size),
         *(f"{part / 2**30:.1f}" for part in parts),
         f"{1000 * seconds:,.0f}",
         f"{rate:,.0f}",
-        f"{flops / (cluster.peak * cluster.gpus):.1%}",
+        f"{mfu(rate, flops_per_token(c), cluster.peak * cluster.gpus):.1%}",
         f"{(layout.time.communication + layout.time.bubble) / seconds:.1%}",
     ]
 
@@ -168,7 +167,6 @@ def command(cluster, arguments):
 
 def check(config):
     """Raises UserError for a Plan and Config that cannot be planned."""
-    check_bounds(config)
     if config.gpus > config.gpus_per_machine and config.gpus % config.gpus_per_machine:
         raise UserError(f"--gpus {config.gpus} is not a multiple of --gpus_per_machine {config.gpus_per_machine}")
     if not peak_tflops_of(config.gpu):

@@ -53,11 +53,11 @@ def test_within_documents():
         ("--lengths 48", "--tokens 64 is not a multiple of 48"),
         ("--widths 0", "at least 1"),
         ("--widths 7", "--n_embd"),
-        ("--documents -1", "0 for whole"),
+        ("--documents=-1", "--documents -1"),
     ],
 )
-def test_what_it_does_not_measure(command, flags, complaint):
-    expect_error(command("measure/attention.py", *SMALL, *flags.split()), complaint)
+def test_what_it_does_not_measure(call_main, flags, complaint):
+    expect_error(call_main("measure/attention.py", *SMALL, *flags.split()), complaint)
 
 
 def test_bytes_by_the_papers_algorithms():

@@ -41,18 +41,6 @@ def test_a_ladder_has_one_unit_and_marks_uneven_steps(tmp_path, monkeypatch):
     assert "| 1 | 1.00 (uneven steps: 45%) |" in sweep
 
 
-def test_memory_is_stacked_where_it_was_measured(tmp_path, monkeypatch):
-    memory = dict(weights=0.25, optimizer_states=0.5)
-    results = [rung("baseline", 1000), rung("+ tf32", 2000) | dict(memory_gb=memory)]
-    _, (_, ax) = draw(monkeypatch, figures.ladder, results, tmp_path / "ladder.png")
-    plain, *parts = ax.containers
-    assert [bar.get_width() for bar in plain] == [1.0, 1.0]
-    stacked = {bars.get_label(): (bar.get_x(), bar.get_width()) for bars in parts for bar in bars}
-    assert stacked == {"weights": (0, 0.25), "optimizer states": (0.25, 0.5), "other": (0.75, 0.25)}
-    assert {bar.get_y() for bars in parts for bar in bars} == {plain[1].get_y()}
-    assert [text.get_text() for text in ax.get_legend().get_texts()] == list(stacked)
-
-
 def test_a_heat_map_compares_cells_of_the_same_model(tmp_path, monkeypatch):
     rates = {("gpt2", "ddp"): 600e3, ("gpt2", "zero3"): 300e3, ("gpt2-xl", "ddp"): None, ("gpt2-xl", "zero3"): 50e3}
     results = []

@@ -39,7 +39,7 @@ def test_every_level_computes_the_same(monkeypatch, kernel, level):
             torch.testing.assert_close(leaf.grad.double(), other.grad, rtol=1e-4, atol=1e-5)
 
 
-def test_it_measures_the_levels_of_the_device(command, tmp_path):
+def test_it_measures_the_levels_of_the_device(command, call_main, tmp_path):
     some = ["--device", "cpu", "--kernel", "gelu", "cross_entropy", "--levels", "eager", "library", "triton"]
     done = command("measure/kernels.py", *SMALL, *some)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -57,7 +57,7 @@ def test_it_measures_the_levels_of_the_device(command, tmp_path):
     table = (folder / "kernels.md").read_text()
     assert "| cross_entropy | triton | skipped: it is for GPUs, not cpu |" in table and "float32" in table
     assert (folder / "kernels.png").stat().st_size > 5_000
-    expect_error(command("measure/kernels.py", *SMALL, "--kernel", "gelu", "--levels", "liger"), "no operation has")
+    expect_error(call_main("measure/kernels.py", *SMALL, "--kernel", "gelu", "--levels", "liger"), "no operation has")
 
 
 def test_a_table_and_a_figure_against_memory_bandwidth(tmp_path, monkeypatch):

@@ -10,7 +10,7 @@ def test_a_ladders_table_and_figure(tmp_path):
     folder = tmp_path / "ladder-1"
     folder.mkdir()
     results = [
-        dict(rung="baseline", status="done", ms=2.5, memory_gb=dict(weights=1.0)),
+        dict(rung="baseline", status="done", ms=2.5, facts=dict(lr=1.0)),
         dict(rung="+ tf32", status="skipped", reason="no GPU"),
     ]
     new_figure(2, 2)[0].savefig(folder / "ladder.png")
