@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from common.dtensors import local
 
-# The defaults with --optimizer muon; docs/recipes.md says how they were chosen
+# The defaults with --optimizer muon; dev/LOG.md says how they were chosen
 DEFAULTS = dict(
     optimizer="muon",
     lr=3.6e-3,
