@@ -234,7 +234,7 @@ def test_bad_runs_end_in_one_line(train, tmp_path):
 
 def test_ctrl_c_during_imports():
     commands = [path for path in ROOT.glob("*.py") if "run(main)" in path.read_text()]
-    assert len(commands) == 8
+    assert len(commands) == 7
     for path in commands:
         command = [sys.executable, "-X", "importtime", str(path)]  # a line on standard error for each import
         with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
