@@ -38,7 +38,7 @@ def test_every_figure_is_shown():
     assert {f"figures/{path.name}" for path in (ROOT / "docs" / "figures").iterdir()} == shown
 
 
-def test_flags_and_modules_exist():
+def test_flags_modules_and_files_exist():
     flags = set(OTHERS)
     for name in COMMANDS:
         for value in vars(importlib.import_module(name)).values():
@@ -51,3 +51,5 @@ def test_flags_and_modules_exist():
         assert not missing, (page.name, missing)
         for module in re.findall(r"python -m (\w+\.\w+)", text):
             assert module in COMMANDS or module.startswith("torch."), module
+        for path in re.findall(r"`((?:[\w.]+/)*\w+\.py)`", text):
+            assert (ROOT / path).exists(), path
