@@ -126,6 +126,10 @@ OPTIMIZATIONS = (
         "flash4", dict(attention="cudnn_packed"), "flash4", "cudnn_packed on Hopper, with FlashAttention-4's backward",
         needs=needs.flash_attention_4, on=("auto", "flash4"),
     ),
+    Optimization(
+        "adamw_8bit", dict(optimizer="adamw"), None, "AdamW's moments in 2 bytes a parameter instead of 8",
+        on=("adamw_8bit",), changes="rounding", default=False,
+    ),
     switch(
         "mask_documents", "a token attends within its own document",
         in_model=True, changes="recipe", saves=("gpt2::document_attention",), default=False,

@@ -50,6 +50,7 @@ CASES = {
     "fused_gelu": (1e-3, dict(fused_gelu=True), HALF),
     "cudnn_packed": (1e-3, dict(attention="cudnn_packed"), HALF | SDPA),
     "flash4": (1e-3, dict(attention="flash4"), HALF | SDPA | dict(attention="cudnn_packed")),
+    "adamw_8bit": (1e-3, dict(optimizer="adamw_8bit"), {}),
     "mask_documents": (1e-5, dict(mask_documents=True), {}),  # these tokens are one document a row
     "fp8": (2e-2, dict(fp8=True), HALF),
     "fp8_head": (2e-2, dict(fp8_head=True), HALF | dict(fp8=True, fused_cross_entropy=True, pad_vocab=True)),
