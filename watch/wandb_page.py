@@ -1,5 +1,6 @@
 """The run's page on wandb. wandb never asks a question, and an error of wandb never stops training."""
 
+import contextlib
 import os
 
 from common.cli import python_command
@@ -104,6 +105,12 @@ class WandbPage:
     def lose(self, error, mode="run"):
         """Go on without the page after an error."""
         self.run = None
+        dead_service = (ConnectionResetError, BrokenPipeError)
+        if isinstance(error, dead_service):
+            import wandb
+
+            with contextlib.suppress(*dead_service):
+                wandb.teardown()  # else wandb prints the same error, in 30 lines, at exit
         reason = f"{type(error).__name__}: {first_line(error)}"
         print(f"wandb {mode} failed ({reason}); the run goes on without it, its folder has everything")
 
