@@ -16,14 +16,14 @@ import torch
 from tqdm import trange
 
 from common.cli import flag
-from common.device import be_deterministic
 from common.errors import UserError, out_of_memory, run
+from common.signals import StopSignal
 from config import GROUPS, SETTLING_STEPS, Config, read_command_line, refuse_unavailable_flags, resolve
+from data.loader import make_batch
 from data.tokenizer import END_OF_TEXT
-from kernels.documents import find_offsets, move_offsets
 from measure.energy import mj_per_token, read_joules
 from measure.memory_parts import describe_memory, memory_of_step
-from parallel import fsdp, pipeline, process_group
+from parallel import place, process_group
 from parallel.memory import free_memory, less_memory
 from train_gpt2 import build, train_step
 from watch.hardware import environment, flops_per_token, mfu, peak_flops, peak_memory
@@ -65,11 +65,8 @@ def main():
 
 
 def time_steps(config, distributed, typed):
-    if config.deterministic:
-        be_deterministic()
     # a warm-up would keep the weights near their random start, where the same kernels draw more power and so are slower
     config = replace(config, warmup_steps=0, lr_schedule="constant", hellaswag_every=0)
-    fsdp.check_machines(config, distributed)
     config, notes = resolve(config, distributed, free_memory(distributed))
     refuse_unavailable_flags(typed, notes)
     for line in note_lines(notes) if distributed.is_main else ():
@@ -78,8 +75,7 @@ def time_steps(config, distributed, typed):
     B, T = config.micro_batch_size, config.seq_len
     tokens = torch.randint(END_OF_TEXT, (B, T + 1))
     tokens[torch.rand(B, T + 1) < 1e-3] = END_OF_TEXT  # documents of 1,000 tokens, FineWeb-Edu's mean
-    offsets = move_offsets(find_offsets(tokens[:, :-1], END_OF_TEXT), distributed.device)
-    x, y = (part.contiguous().to(distributed.device) for part in (tokens[:, :-1], tokens[:, 1:]))
+    batch = make_batch(tokens[:, :-1], tokens[:, 1:], distributed.device)
     results, parts = [], {}
     gpus = [distributed.device] if distributed.device.type == "cuda" else []
     steps = trange(
@@ -88,7 +84,7 @@ def time_steps(config, distributed, typed):
     common.interrupt.end_at_once()  # a KeyboardInterrupt during compilation may abort the process
     with out_of_memory(less_memory(B)):
         for step in steps:
-            run_step = partial(train_step, trainer, config.batch_warmup_steps + step, lambda: (x, y, offsets))
+            run_step = partial(train_step, trainer, config.batch_warmup_steps + step, lambda: batch, StopSignal())
             if step == SETTLING_STEPS - 2:  # compilation is over, and no step is timed yet
                 result, parts = memory_of_step(run_step, trainer.model, trainer.optimizer, config)
             elif step == SETTLING_STEPS:
@@ -116,7 +112,7 @@ def report(trainer, results, mj, parts):
     energy = f", {mj:.3g} mJ a token" if math.isfinite(mj) else ""
     print(f"{rate:,.0f} tokens/sec, {1000 * step:.2f} ms a step{share}, peak memory {memory:.2f} GB{energy}")
     devices = f"{distributed.world_size} × {environment(distributed.device)['hardware']}"
-    devices += f", {pipeline.describe(config, distributed)}" if distributed.world_size > 1 else ""
+    devices += f", {place.describe(config, distributed)}" if distributed.world_size > 1 else ""
     if parts:
         print(describe_memory(memory, parts))
     print(f"first step {results[0].seconds:.1f} s; {devices}; PyTorch {torch.__version__}")

@@ -15,8 +15,7 @@ from common.errors import Note, UserError
 from common.peer_flags import HINTS
 from optim import recipes, schedules
 from optimizations import SWITCHES, is_off, turn_off_unavailable
-from parallel import fsdp, pipeline
-from parallel.memory import check_micro_batch_size, choose_micro_batch_size
+from parallel import place
 
 # layers, heads, width (Radford et al. 2019, table 2; heads as in OpenAI's released weights)
 SIZES = {
@@ -153,17 +152,13 @@ class SeveralGPUs:
     TITLE = "several GPUs"
     parallel: Literal["ddp", "zero2", "zero3", "hsdp"] = "ddp"
     """What a GPU holds. ddp: everything. zero3: a shard of everything.
-    zero2: as zero3, but weights stay gathered during a step. hsdp: zero3 in each group of --shard_ranks ranks."""
-    shard_ranks: int | None = flag(None, at_least=1, sweep="axis")
-    """With hsdp: number of ranks that share one copy of the weights; by default the ranks of a machine."""
+    zero2: as zero3, but weights stay gathered during a step. hsdp: zero3 in each machine."""
     tensor: int = flag(1, at_least=1, sweep="axis")
     """Split every layer over this many adjacent ranks: heads, columns of the MLP, rows of the embedding table."""
     context: int = flag(1, at_least=1, sweep="axis")
     """Split every training sequence over this many adjacent ranks, for sequences too long for one GPU."""
     pipeline: int = flag(1, at_least=1, sweep="axis")
     """Divide the blocks over this many groups of ranks, which work on different micro-batches at the same time."""
-    stages_per_rank: int = flag(1, at_least=1, sweep="axis")
-    """With --pipeline: stages on each rank; more of them make the bubble smaller and send more (interleaved 1F1B)."""
     activation_checkpointing: Literal["off", "full", "selective"] = "off"
     """Recompute activations in backward: full, all of a block; selective, all but GEMM and attention outputs."""
 
@@ -295,15 +290,7 @@ def resolve(config, distributed, free_memory=None, pretrained=None, resumed=None
     if not new.flash and new.attention not in ("auto", "written_out"):
         raise UserError(f"--attention {new.attention} needs --flash: leave out --no_flash")
     new, notes = turn_off_unavailable(new, distributed)
-    pipeline.check_flags(new, distributed)
-    fsdp.check_flags(new, distributed, notes)
-    if new.micro_batch_size is None:
-        new.micro_batch_size, reason = choose_micro_batch_size(new, distributed, free_memory)
-        notes.append(Note("micro_batch_size", new.micro_batch_size, reason))
-    else:
-        check_micro_batch_size(new, distributed)
-    pipeline.check_micro_batches(new, distributed)
-    fsdp.check_accumulation(new, distributed)
+    place.check(new, distributed, free_memory, notes)
     if new.fp8 and (new.n_embd % 16 or new.micro_batch_size * new.seq_len % (16 * new.context)):
         raise UserError(
             f"--fp8 needs multiples of 16: n_embd is {new.n_embd}, and a micro-batch has {new.micro_batch_size} × "

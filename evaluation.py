@@ -1,57 +1,70 @@
-"""The batches of an evaluation, the validation loss and bits per byte."""
+"""The evaluations of a training run: validation loss, HellaSwag, and samples."""
 
 import functools
 import math
+import time
 
 import torch
 
-from common.errors import UserError
-from common.progress import progress
-from common.signals import Stopped
-from data.tokenizer import END_OF_TEXT, token_bytes
-from kernels.documents import find_offsets, move_offsets
+from data.loader import make_batch
+from data.tokenizer import missing_tokenizer, token_bytes
+from parallel.fsdp import gathered
+from parallel.process_group import batches_of_rank
+from sample import sample_in_training
 
 
-def batches_of_rank(batches, title, distributed, stop_signal=None):
-    """Yield this rank's share of the batches, with a progress bar. Ranks that split layers have the same share.
+def evaluate_if_due(run, stop):
+    """Validation, HellaSwag and samples, each when its flag says so and after the last step. A collective.
 
-    stop_signal: a StopSignal, or None. If that of any rank has received a signal, all ranks raise Stopped, after the
-    same number of batches.
+    run: train_gpt2.Run. Raises Stopped, on all ranks, if any rank received a signal: nothing unfinished is logged.
     """
-    alone = distributed.world_size == 1
-    for first in progress(range(0, len(batches), distributed.data_context_size), title):
-        if not alone:
-            # the all-reduce is queued before the batch, so a GPU computes the batch while the host reads the result
-            agreed = distributed.begin_all_reduce(bool(stop_signal and stop_signal.name))
-        if first + distributed.data_context_rank < len(batches):
-            yield batches[first + distributed.data_context_rank]
-        if (stop_signal and stop_signal.name) if alone else agreed()[0]:
-            raise Stopped
+    trainer, log, step, tokens = run.trainer, run.log, run.step, run.tokens
+    config, distributed, model = trainer.config, trainer.distributed, trainer.model
 
+    def due(every):
+        return every > 0 and (step % every == 0 or step == config.max_steps)
 
-def validation_sequences(stream, config):
-    """Number of sequences that a validation evaluates: the first val_tokens of the stream, at least one sequence."""
-    return max(1, min(config.val_tokens, stream.total - 1) // config.seq_len)
+    def losses_of(batch, at=None):
+        with trainer.autocast:
+            return trainer.forward(*batch, reduction="none", at=at)
+
+    if due(config.val_every):
+        began = time.perf_counter()
+        with gathered(model, config):
+            loss = validation_loss(losses_of, run.val_stream, config, distributed, stop)
+        if log:
+            seconds = time.perf_counter() - began
+            log.validation(step, tokens, loss, seconds, bits_per_byte(loss, run.val_stream, config))
+    if run.hellaswag and due(config.hellaswag_every):
+        began = time.perf_counter()
+        with gathered(model, config):
+            acc, acc_norm = run.hellaswag.evaluate(losses_of, distributed, stop=stop)
+        if log:
+            log.hellaswag(step, tokens, acc, acc_norm, len(run.hellaswag.labels), time.perf_counter() - began)
+    if step > 0 and due(config.sample_every):
+        with gathered(model, config), trainer.autocast:
+            texts = sample_in_training(model, config.seed, distributed, stop)
+        if log:
+            log.samples(step, tokens, texts)
 
 
 @torch.no_grad()
-def validation_loss(losses_of, stream, config, distributed, stop_signal=None):
+def validation_loss(losses_of, stream, config, distributed, stop=None):
     """Mean loss in nats per token over the first val_tokens of the stream, or all, in whole sequences, at least one.
 
-    losses_of(x, y, offsets): each token's loss, (B, T), 0 where y is -1; offsets as GPT.forward takes them. The tokens
-    are the same for any batch size, micro-batch size and number of ranks. Raises Stopped as batches_of_rank.
+    losses_of(batch): the loss of each of a Batch's targets, (B, T), 0 where there is none. The tokens are the same for
+    any batch size, micro-batch size and number of ranks. Raises Stopped as batches_of_rank.
     """
     B, T, device = config.micro_batch_size, config.seq_len, distributed.device
-    sequences = validation_sequences(stream, config)
+    sequences = stream.sequences(config.val_tokens, config.seq_len)
     sums = []
-    for first in batches_of_rank(range(0, sequences, B), "validation", distributed, stop_signal):
+    for first in batches_of_rank(range(0, sequences, B), "validation", distributed, stop):
         n = min(B, sequences - first)
         tokens = torch.from_numpy(stream.read(first * T, n * T + 1)).long()
-        x = torch.zeros((B, T), dtype=torch.long)
-        y = torch.full_like(x, -1)  # rows after the last sequence have no targets and no loss
-        x[:n], y[:n] = tokens[:-1].view(n, T), tokens[1:].view(n, T)
-        offsets = move_offsets(find_offsets(x, END_OF_TEXT), device)
-        sums.append(losses_of(x.to(device), y.to(device), offsets).float().sum())
+        inputs = torch.zeros((B, T), dtype=torch.long)
+        targets = torch.full_like(inputs, -1)  # rows after the last sequence have no targets and no loss
+        inputs[:n], targets[:n] = tokens[:-1].view(n, T), tokens[1:].view(n, T)
+        sums.append(losses_of(make_batch(inputs, targets, device)).float().sum())
     total = torch.stack(sums).cpu().double().sum() if sums else 0.0
     return distributed.all_reduce(total)[0] / distributed.tensor / (sequences * T)
 
@@ -64,7 +77,7 @@ def bits_per_byte(loss, stream, config):
     """
     if missing_tokenizer():
         return None
-    tokens = validation_sequences(stream, config) * config.seq_len
+    tokens = stream.sequences(config.val_tokens, config.seq_len) * config.seq_len
     return loss * tokens / bytes_of_text(stream, tokens) / math.log(2)
 
 
@@ -72,12 +85,3 @@ def bits_per_byte(loss, stream, config):
 def bytes_of_text(stream, tokens):
     """Bytes of a validation's targets; at least 1, also if all are <|endoftext|>."""
     return max(1, int(token_bytes()[stream.read(1, tokens)].sum()))
-
-
-@functools.cache
-def missing_tokenizer():
-    """Why there is no tokenizer, or None: an evaluation without one goes on, and tries no second download."""
-    try:
-        token_bytes()
-    except UserError as error:
-        return str(error)

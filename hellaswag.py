@@ -25,10 +25,10 @@ from common.errors import UserError, first_line, out_of_memory, run
 from common.files import check_fields, open_regular, parse_json
 from common.hub import check_hub, hub_errors
 from common.progress import progress
-from data.tokenizer import END_OF_TEXT, get_tokenizer
-from evaluation import batches_of_rank
-from kernels.documents import find_offsets, move_offsets
+from data.loader import make_batch
+from data.tokenizer import get_tokenizer
 from parallel import process_group
+from parallel.process_group import batches_of_rank
 
 # OpenAI's GPT-2 weights by this script's measures (build-nanogpt), GPT-3 from Brown et al. 2020, table H.1
 REFERENCE = "GPT-2 124M: acc 0.2859, acc_norm 0.2955; 1558M: 0.3842, 0.4893; GPT-3 125M: acc 0.337"
@@ -146,33 +146,32 @@ class MultipleChoice:
         self.choices = torch.arange(counts.max()) < counts[:, None]
 
     @torch.no_grad()
-    def sum_losses(self, losses_of, distributed, title="HellaSwag", stop_signal=None):
+    def sum_losses(self, losses_of, distributed, title="HellaSwag", stop=None):
         """The loss of each ending, summed over its tokens: (endings of all items,) float64, on every rank.
 
-        losses_of(inputs, targets, offsets, positions) returns a loss for each target; those of padding are ignored. The
-        ranks divide the batches. title: of the progress bar. Raises Stopped as batches_of_rank.
+        losses_of(batch, positions), for a data.loader.Batch, returns a loss for each target; the padding's are ignored.
+        The ranks divide the batches. title: of the progress bar. Raises Stopped as batches_of_rank.
         """
         own = []
-        for batch in batches_of_rank(self.batches, title, distributed, stop_signal):
-            x, y, at = (tensor.to(distributed.device, non_blocking=True).long() for tensor in batch[:3])
-            offsets = move_offsets(find_offsets(batch.inputs, END_OF_TEXT), distributed.device)
-            own.append((losses_of(x, y, offsets, at), batch))
+        for batch in batches_of_rank(self.batches, title, distributed, stop):
+            at = batch.positions.to(distributed.device, non_blocking=True).long()
+            own.append((losses_of(make_batch(batch.inputs, batch.targets, distributed.device), at), batch))
         sums = torch.zeros(len(self.lengths), dtype=torch.float64)
         for values, batch in own:  # a loop of its own: reading the losses waits for the device
             sums.index_add_(0, batch.endings, values[: len(batch.endings)].cpu().double())
         return torch.stack(distributed.all_gather(sums)[:: distributed.tensor]).sum(dim=0)
 
-    def losses(self, losses_of, distributed, title="HellaSwag", stop_signal=None):
+    def losses(self, losses_of, distributed, title="HellaSwag", stop=None):
         """Two tables (items, most endings): summed losses, and losses per token; inf where an ending does not exist."""
-        sums = self.sum_losses(losses_of, distributed, title, stop_signal)
+        sums = self.sum_losses(losses_of, distributed, title, stop)
         tables = [torch.full(self.choices.shape, math.inf) for _ in range(2)]
         for table, values in zip(tables, (sums, sums / self.lengths)):
             table[self.choices] = values.float()
         return tables
 
-    def evaluate(self, losses_of, distributed, title="HellaSwag", stop_signal=None):
+    def evaluate(self, losses_of, distributed, title="HellaSwag", stop=None):
         """(acc, acc_norm), each between 0 and 1. A collective; arguments as of sum_losses."""
-        tables = self.losses(losses_of, distributed, title, stop_signal)
+        tables = self.losses(losses_of, distributed, title, stop)
         return tuple((table.argmin(dim=1) == self.labels).double().mean().item() for table in tables)
 
 
@@ -216,9 +215,9 @@ def evaluate_files(flags, distributed):
     bf16 = on_gpu and torch.cuda.is_bf16_supported(including_emulation=False)
     autocast = torch.autocast(distributed.device.type, torch.bfloat16, enabled=bf16)
 
-    def losses_of(x, y, offsets, at):
+    def losses_of(batch, at):
         with autocast:
-            return model(x, y, offsets, reduction="none", at=at)
+            return model(*batch, reduction="none", at=at)
 
     for path in flags.data or [None]:
         name = "HellaSwag" if path is None else Path(path).stem

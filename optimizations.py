@@ -143,7 +143,7 @@ OPTIMIZATIONS = (
         needs=needs.fp8_and_fused_head, in_model=True, changes="rounding", default=False,
     ),
     Optimization(
-        "ddp", dict(parallel="ddp", shard_ranks=None, tensor=1, context=1, pipeline=1, stages_per_rank=1),
+        "ddp", dict(parallel="ddp", tensor=1, context=1, pipeline=1),
         "{parallel} × {world_size}", "every GPU computes a share of the batch; gradients are averaged once a step",
         needs=needs.several_ranks,
     ),

@@ -103,24 +103,24 @@ def record(model, cache, B):
     return replay
 
 
-def sample(model, prompt, count, max_new_tokens, seed=42, stop_signal=None, **options):
+def sample(model, prompt, count, max_new_tokens, seed=42, stop=None, **options):
     """Generate `count` texts that begin with the prompt: a list of strings. An empty prompt starts a new document.
 
     A text ends before <|endoftext|>. The same seed gives the same texts on the same device. options: top_k (default
-    50), and those of generate and draw_token. Raises Stopped after stop_signal, a StopSignal, has received a signal.
+    50), and those of generate and draw_token. Raises Stopped after stop, a StopSignal, has received a signal.
     """
     rows = [[] for _ in range(count)]
     drawn = continue_prompt(model, prompt, count, max_new_tokens, seed, **options)
     for tokens in progress(drawn, "samples", total=max_new_tokens):
         for row, token in zip(rows, tokens):
             row.append(token)
-        if stop_signal and stop_signal.name:
+        if stop and stop.requested:
             raise Stopped
     rows = [row[: row.index(END_OF_TEXT)] if END_OF_TEXT in row else row for row in rows]
     return [prompt + get_tokenizer().decode(row) for row in rows]
 
 
-def sample_in_training(model, seed, distributed, stop_signal=None):
+def sample_in_training(model, seed, distributed, stop=None):
     """Four short texts, or the reason why there are none: a list of strings. A collective.
 
     Rank 0 computes them, with the ranks that its model is split over. Raises Stopped, on all ranks, if a signal stopped
@@ -129,9 +129,9 @@ def sample_in_training(model, seed, distributed, stop_signal=None):
     texts = None
     if distributed.data_context_rank == 0:
         if distributed.model_size > 1:
-            stop_signal = None  # one rank must not stop alone: the training loop stops after the samples
+            stop = None  # one rank must not stop alone: the training loop stops after the samples
         try:
-            texts = sample(model, PROMPT, count=4, max_new_tokens=24, seed=seed, stop_signal=stop_signal)
+            texts = sample(model, PROMPT, count=4, max_new_tokens=24, seed=seed, stop=stop)
         except UserError as error:  # the logits are not finite; MAX_BAD_STEPS decides when the run stops
             texts = [f"({error})"]
         except Stopped:

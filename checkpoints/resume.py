@@ -7,6 +7,7 @@ from checkpoints import load, pieces
 from checkpoints.run_folder import TRAINING, facts_of, folder_of, lock, named_run, run_of, run_of_this_launch
 from checkpoints.save import modules_with_scales, set_random_state
 from common.cli import flags_with, from_here
+from common.dtensors import fill
 from common.errors import Note, UserError, word
 from data.shards import MANIFEST, first_difference
 from model import GPTConfig
@@ -127,6 +128,16 @@ def check_data(start, config, data):
             f"{start.resumed} was trained on other data than {config.data_dir}: {difference}; continue with the same "
             f"data, or start another --run_name from its weights with --init_from {start.resumed}"
         )
+
+
+def initialize(model, name):
+    """Fill the weights of a GPT that parallel.place.place() returned, by load.load_weights(name), or with random ones
+    if there is no name. Every rank calls this. Raises what load_weights raises."""
+    if name:
+        load.load_weights(name, model)
+    else:
+        model.init_weights(fill)
+    order_by_rank(model.named_parameters())
 
 
 def restore(start, model, optimizer, scaler, loader, distributed):

@@ -12,7 +12,7 @@ class Stopped(Exception):
 
 
 class StopSignal:
-    """Records the first stop signal in `name`; the training loop reads `name`, saves and stops.
+    """Whether a signal has asked this process to stop (`requested`, `name`), and whether all ranks know (`agreed`).
 
     SLURM and spot machines send SIGTERM before they end a job; SIGUSR1 is the usual choice for SLURM's --signal; SIGHUP
     comes from a closed terminal. A second Ctrl-C ends the process at once. Two within one second count as one, because
@@ -20,11 +20,21 @@ class StopSignal:
     """
 
     def __init__(self):
-        self.name = None  # name of the first signal, such as "SIGTERM"
+        self.name = None  # of the first signal, such as "SIGTERM"
+        self.agreed = False  # set by the training loop: it saves and stops
         self._time = 0.0
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
+        self._listens = False
+
+    @property
+    def requested(self):
+        return self.name is not None
+
+    def listen(self):
+        """From now on signals are recorded; before, they end the process. Later calls do nothing."""
+        for number in () if self._listens else (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
             if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
                 signal.signal(number, self._handle)
+        self._listens = True
 
     def _handle(self, number, _):
         if self.name:

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from common.errors import UserError
+from data.demo import make_data
 from data.shards import identity, open_shards
 from data.tokenizer import END_OF_TEXT
 from kernels.documents import find_offsets, move_offsets
@@ -15,6 +16,21 @@ from kernels.documents import find_offsets, move_offsets
 # Shards that are shuffled together. Indexing 8 shards of 100M tokens takes about a second and 1.6 GB of page cache; all
 # of FineWeb-Edu 10BT at once would need 20 GB and a full read before the first step.
 SHUFFLE_WINDOW = 8
+
+
+class Batch(NamedTuple):
+    """Sequences to train on or to evaluate, on a device. GPT.forward takes the three in this order."""
+
+    inputs: torch.Tensor  # (B, T) int64
+    targets: torch.Tensor  # (B, T) int64; -1: no target
+    offsets: torch.Tensor  # of the documents in the inputs, see kernels.documents.find_offsets
+
+
+def make_batch(inputs, targets, device):
+    """A Batch on a device from integer tensors in host memory."""
+    offsets = move_offsets(find_offsets(inputs, END_OF_TEXT), device)
+    inputs, targets = (tensor.to(device, non_blocking=True).long() for tensor in (inputs, targets))
+    return Batch(inputs, targets, offsets)
 
 
 class Window(NamedTuple):
@@ -40,6 +56,10 @@ class TokenStream:
         self.total = sum(len(shard) for shard in shards)  # tokens in an epoch
         self._window = None  # (epoch, shards) that self._documents describes
         self._documents = None
+
+    def sequences(self, tokens, seq_len):
+        """Number of whole sequences, with a target for every token, in the first `tokens` tokens; at least one."""
+        return max(1, min(tokens, self.total - 1) // seq_len)
 
     def read(self, position, count):
         """Tokens [position, position + count) of the stream: (count,) uint16. Position 0 is the first epoch's start.
@@ -97,11 +117,14 @@ class TokenStream:
         return Window(shard, start, np.cumsum(length))
 
 
-def open_streams(config):
-    """The (training, validation) TokenStreams of config.data_dir, and the identity() of their shards.
+def open_streams(config, distributed):
+    """The (training, validation) TokenStreams of config.data_dir, and the identity() of their shards. A collective:
+    with --demo rank 0 makes the data.
 
     Raises UserError if it has too few tokens for one step, or for one validation sequence.
     """
+    if config.demo:
+        distributed.on_main(lambda: make_data(config.data_dir))
     train = TokenStream(open_shards(config.data_dir, "train"), config.seed, config.shuffle)
     val = TokenStream(open_shards(config.data_dir, "val"))
     if train.total < config.total_batch_size:
@@ -159,10 +182,7 @@ class Loader:
         self.position = state["position"]
 
     def next_batch(self):
-        """(inputs, targets, offsets) on the device: (B, T) int64 each, and the offsets of the documents in the inputs.
-
-        Raises UserError as TokenStream.read.
-        """
+        """The next Batch. Raises UserError as TokenStream.read."""
         size = self.shape[0] * self.shape[1]
         while len(self._prefetched) < self.PREFETCH:
             start = self.position + (len(self._prefetched) * self.data_size + self.rank) * size
@@ -172,7 +192,7 @@ class Loader:
         tokens = tokens.to(self.device, non_blocking=True)
         self.position += self.data_size * size
         inputs, targets = tokens[:-1].long().view(self.shape), tokens[1:].long().view(self.shape)
-        return inputs, targets, move_offsets(offsets, self.device)
+        return Batch(inputs, targets, move_offsets(offsets, self.device))
 
     def _read(self, start, count):
         tokens = torch.from_numpy(self.stream.read(start, count))

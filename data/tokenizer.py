@@ -94,3 +94,12 @@ def tokenize(texts):
     for text in texts:
         parts += [separator, encode(text, disallowed_special=())]
     return np.concatenate(parts, dtype=np.uint16, casting="same_kind")
+
+
+@functools.cache
+def missing_tokenizer():
+    """Why there is no tokenizer, or None: an evaluation without one goes on, and tries no second download."""
+    try:
+        token_bytes()
+    except UserError as error:
+        return str(error)

@@ -10,8 +10,8 @@ import torch
 
 from common.errors import UserError
 from measure.step_time import StepTime, step_time
-from parallel import fsdp, pipeline
-from parallel.memory import StepMemory, check_micro_batch_size, choose_micro_batch_size, step_memory
+from parallel import fsdp, place
+from parallel.memory import StepMemory, step_memory
 from parallel.process_group import Distributed
 
 # What a plan chooses, the simplest first
@@ -60,9 +60,11 @@ def find_layouts(config, cluster, free, given):
     found, errors, refused = [], [], {}
     for choice in itertools.product(*values.values()):
         candidate = replace(config, **dict(zip(values, choice)))
-        distributed = Distributed(0, cluster.gpus, device, candidate.tensor, candidate.context, candidate.pipeline)
+        distributed = Distributed(
+            0, cluster.gpus, device, candidate.tensor, candidate.context, candidate.pipeline, cluster.gpus_per_machine
+        )
         try:
-            if prepare(candidate, distributed, cluster, free, given):
+            if prepare(candidate, distributed, free, given):
                 memory = step_memory(candidate, distributed)
                 found.append(Layout(candidate, distributed, memory, step_time(candidate, distributed, cluster)))
         except UserError as error:
@@ -74,33 +76,21 @@ def find_layouts(config, cluster, free, given):
     return sorted(found, key=lambda layout: layout.time.total), refused
 
 
-def prepare(config, distributed, cluster, free, given):
+def prepare(config, distributed, free, given):
     """Complete a Config in place, as a run does. Returns False if it equals a simpler one.
 
     Raises UserError for flags that a run refuses.
     """
-    if config.shard_ranks and config.parallel != "hsdp":
-        raise UserError("--shard_ranks is for --parallel hsdp")
     if config.overlap_gradients and (fsdp.is_sharded(config) or distributed.world_size == 1 or not config.compile):
         raise UserError("--overlap_gradients needs --compile, several ranks, and ddp without --tensor and --pipeline")
-    if config.parallel == "hsdp":
-        config.shard_ranks = config.shard_ranks or max(1, cluster.gpus_per_machine // config.tensor)
     config.fused_cross_entropy &= config.tensor == 1
     config.bf16_residual &= config.autocast == "bf16"
-    pipeline.check_flags(config, distributed)
-    fsdp.check_flags(config, distributed, [])
+    place.check(config, distributed, free, [])
     ranks = distributed.data_context_size
     if config.parallel != "ddp" and ranks == 1 and (distributed.world_size == 1 or "parallel" not in given):
         return False  # there is nothing to shard: ddp
-    if config.parallel == "hsdp" and config.shard_ranks in (1, ranks) and "parallel" not in given:
-        return False  # ddp, or zero3
-    if config.micro_batch_size:
-        check_micro_batch_size(config, distributed)
-    else:
-        config.micro_batch_size, _ = choose_micro_batch_size(config, distributed, free)
-    pipeline.check_micro_batches(config, distributed)
-    fsdp.check_accumulation(config, distributed)
-    return True
+    shards = fsdp.shard_group_size(config, distributed)
+    return config.parallel != "hsdp" or shards not in (1, ranks) or "parallel" in given  # else ddp, or zero3
 
 
 def choose(layouts, free, given):

@@ -38,7 +38,7 @@ from data.tokenizer import VOCAB_SIZE
 from optim.schedules import accumulation_steps
 from parallel.fsdp import is_sharded, shard_group_size
 from parallel.memory import compute_bytes, count_params, params_of_embeddings, params_of_rank
-from parallel.pipeline import blocks_of_ranks
+from parallel.pipeline import blocks_of_stages
 
 # Measured with GPT-2 124M and 1558M on H200s: dev/LOG.md, docs/scaling.md
 LAYER_SECONDS = 0.3e-3  # fixed time of a block: micro-batches of 64, 32, 16 sequences take 108.6, 56.4, 30 ms (124M)
@@ -123,7 +123,7 @@ def micro_batch_seconds(config, cluster):
     rate = cluster.peak * cluster.mfu
     block = tokens * flops_of_block(config) * RECOMPUTED[config.activation_checkpointing] / rate
     head = tokens * flops_of_head(config) / rate
-    of_ranks = [blocks * (block + LAYER_SECONDS) for blocks in blocks_of_ranks(config)]
+    of_ranks = [blocks * (block + LAYER_SECONDS) for blocks in blocks_of_stages(config)]
     of_ranks[-1] += head
     return max(of_ranks) * (SHARDED[config.parallel] if is_sharded(config) else 1)
 
@@ -132,7 +132,7 @@ def split_seconds(config, distributed, cluster):
     """Seconds of one micro-batch's communication for --tensor, --context and --pipeline."""
     tensor, context, pipeline = config.tensor, config.context, config.pipeline
     stream = compute_bytes(config) * config.micro_batch_size * config.seq_len * config.n_embd / context  # bytes
-    blocks = max(blocks_of_ranks(config))
+    blocks = max(blocks_of_stages(config))
     # selective keeps the outputs of reduce-scatters and all-to-alls, and repeats all-gathers
     collectives = dict(off=8, selective=10, full=12)[config.activation_checkpointing] * blocks + 4  # 4: embedding, head
     copied = COPIES * stream
@@ -145,7 +145,7 @@ def split_seconds(config, distributed, cluster):
         stage = tensor * distributed.data_context_size  # ranks of a stage, which send at the same time
         leaves = group_of(pipeline, stage, cluster).machines > 1
         rate = cluster.network / min(stage, cluster.gpus_per_machine) if leaves else cluster.link
-        seconds += 2 * config.stages_per_rank * stream / tensor / rate
+        seconds += 2 * stream / tensor / rate
     return seconds
 
 
@@ -191,5 +191,5 @@ def step_time(config, distributed, cluster):
     # a micro-batch hides at most its own time; what comes once a step overlaps with one micro-batch
     hidden = (micro_steps - 1) * min(cover, (1 - exposed) * each) + min(cover, (1 - exposed) * (each + once))
     sent = micro_steps * (split + each) + once
-    bubble = (config.pipeline - 1) / config.stages_per_rank * (micro_batch + split)
+    bubble = (config.pipeline - 1) * (micro_batch + split)
     return StepTime(computation, bubble, sent - hidden, sent)

@@ -40,6 +40,13 @@ def learning_rate(step, config, peak):
     return min_lr + coeff * (peak - min_lr)
 
 
+def set_learning_rates(optimizer, step, config):
+    """Set the rate of every parameter group, from its "peak". Returns the rate that --lr is the peak of."""
+    for group in optimizer.param_groups:
+        group["lr"] = learning_rate(step, config, group["peak"])
+    return learning_rate(step, config, config.lr)
+
+
 def accumulation_steps(step, config, data_size):
     """Micro-batches that each rank accumulates in step `step`, if the ranks compute data_size different ones at a time.
 

@@ -1,13 +1,9 @@
 """DDP: every rank holds the whole model and a share of the batch; gradients are averaged in the last backward."""
 
-import contextlib
-
 import torch
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
-from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
-from parallel import tensor
 from parallel.fsdp import is_sharded
 
 
@@ -28,24 +24,3 @@ def wrap_ddp(model, config, distributed):
     if config.bf16_gradients:
         ddp.register_comm_hook(None, bf16_compress_hook)
     return ddp
-
-
-@contextlib.contextmanager
-def micro_batch(model, train_forward, config, last):
-    """A context for the forward and backward of one micro-batch; `last` says whether it ends the step.
-
-    Gradients accumulate locally and are averaged over the replicas once, in the last backward. A sharded model
-    reduce-scatters gradients in every backward, so that no rank holds all of them.
-    """
-    if isinstance(model, FSDPModule):
-        model.set_is_last_backward(last)
-        model.set_requires_all_reduce(last)
-        model.set_reshard_after_backward(last or config.parallel in ("zero3", "hsdp"))
-    local = isinstance(train_forward, DistributedDataParallel) and not last
-    with tensor.loss(config), train_forward.no_sync() if local else contextlib.nullcontext():
-        yield
-
-
-def zero_gradients(optimizer, train_forward):
-    """Zero the gradients after an update. DDP's live in its buckets and stay allocated; others are freed."""
-    optimizer.zero_grad(set_to_none=not isinstance(train_forward, DistributedDataParallel))

@@ -1,9 +1,9 @@
 """ZeRO by FSDP2: weights, gradients and optimizer state sharded over ranks (Rajbhandari et al. 2020, "ZeRO").
 
 The ranks form a mesh of (pipeline, replicate, shard, tensor). A shard group holds one copy of the weights, or of the
-part that --pipeline and --tensor give to a rank. zero2 and zero3 use one shard group, hsdp one for each machine or
---shard_ranks ranks. With --pipeline or --tensor, ddp is FSDP with shard groups of one rank: DDP does not know the parts
-of a model or layer. Ranks that share sequences by --context are replicas or shards as any others.
+part that --pipeline and --tensor give to a rank. zero2 and zero3 use one shard group, hsdp one for each machine. With
+--pipeline or --tensor, ddp is FSDP with shard groups of one rank: DDP does not know the parts of a model or layer.
+Ranks that share sequences by --context are replicas or shards as any others.
 https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html
 """
 
@@ -11,14 +11,12 @@ import contextlib
 import math
 
 import torch
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from common.errors import Note, UserError, out_of_memory
 from optim.schedules import accumulation_steps
-from parallel import context, tensor
-from parallel.process_group import tensor_groups, try_one_of
-from parallel.rendezvous import ranks_of_machine
+from parallel import tensor
+from parallel.process_group import tensor_groups
 
 # Minimum number of parameters in one all-gather. With smaller all-gathers Python takes longer to launch a block than
 # the GPU to compute it. GPT-2 124M with zero3 on two H200s: gathering four blocks together is 1.02 x as fast, 1.05 x
@@ -33,20 +31,12 @@ def is_sharded(config):
 
 def shard_group_size(config, distributed):
     """Number of ranks that FSDP divides one copy of the weights among, after --tensor has divided the layers."""
-    hsdp = config.shard_ranks or max(1, ranks_of_machine() // distributed.tensor)
-    return {"ddp": 1, "hsdp": hsdp}.get(config.parallel, distributed.data_context_size)
+    of_machine = max(1, distributed.ranks_of_machine // distributed.tensor)
+    return {"ddp": 1, "hsdp": of_machine}.get(config.parallel, distributed.data_context_size)
 
 
 def check_flags(config, distributed, notes):
-    """Check --parallel, --tensor, --context and flags that depend on them; changes config and notes in place.
-
-    Raises UserError if they conflict.
-    """
-    tensor.check_flags(config, distributed, notes)
-    context.check_flags(config, distributed)
-    if config.shard_ranks and config.parallel != "hsdp":
-        config.shard_ranks = None
-        notes.append(Note("shard_ranks", None, f"it is for --parallel hsdp, this is {config.parallel}"))
+    """Check --parallel and flags that depend on it; changes config and notes in place. Raises UserError."""
     if not is_sharded(config):
         return
     mode = config.parallel
@@ -57,18 +47,16 @@ def check_flags(config, distributed, notes):
     if config.autocast == "bf16" and not config.bf16_residual:
         config.bf16_residual = True
         notes.append(Note("bf16_residual", True, f"{mode} gathers the embeddings in bf16"))
+    ranks, shards = distributed.data_context_size, shard_group_size(config, distributed)
     if config.parallel == "hsdp":
-        config.shard_ranks = shard_group_size(config, distributed)
-        ranks = distributed.data_context_size
-        if ranks % config.shard_ranks:
-            fits = [size for size in range(2, ranks + 1) if ranks % size == 0]
-            where, hint = tensor_groups(ranks, config.tensor), try_one_of(fits, "use --parallel ddp")
-            raise UserError(f"--shard_ranks {config.shard_ranks} does not divide {where}: {hint}")
-        if ranks == config.shard_ranks > 1:
+        if ranks % shards:
+            where = tensor_groups(ranks, config.tensor)
+            raise UserError(f"--parallel hsdp: the {shards} ranks of a machine do not divide {where}: use zero3")
+        if ranks == shards > 1:
             notes.append(Note("parallel", "hsdp", "all ranks share one copy, which is zero3"))
-        if config.shard_ranks == 1 < ranks:
+        if shards == 1 < ranks:
             notes.append(Note("parallel", "hsdp", "each rank holds a whole copy, which is ddp"))
-    if config.parallel != "ddp" and distributed.data_context_size == 1:
+    if config.parallel != "ddp" and ranks == 1:
         notes.append(Note("parallel", config.parallel, "the split leaves one rank to shard over: nothing is sharded"))
 
 
@@ -83,14 +71,6 @@ def check_accumulation(config, distributed):
         )
 
 
-def check_machines(config, distributed):
-    """A collective. Raises UserError for hsdp without --shard_ranks if machines differ in their number of ranks."""
-    if config.parallel == "hsdp":
-        size = shard_group_size(config, distributed)
-        if distributed.all_reduce(size - distributed.minimum(size))[0]:
-            raise UserError("the machines have different numbers of ranks: say how many share a copy, --shard_ranks")
-
-
 def blocks_together(config):
     """Number of blocks in one FSDP unit, a third of all at most: their weights are gathered together."""
     return max(1, min(math.ceil(MIN_ALL_GATHER_PARAMS / (12 * config.n_embd**2)), config.n_layer // 3))
@@ -103,40 +83,17 @@ def units_of(blocks, config):
 
 
 def describe(config, distributed):
-    """The parallel mode in words, for the plan."""
+    """--parallel, --tensor and --context in words."""
     words, size, unit = config.parallel, distributed.data_context_size, "ranks"
     if config.tensor > 1:
         unit = "such groups"
         words = f"{config.tensor} ranks split every layer" + (f"; {words} over {size} {unit}" if size > 1 else "")
     if config.parallel == "hsdp":
-        words += f", {size // config.shard_ranks} copies on {config.shard_ranks} {unit} each"
+        shards = shard_group_size(config, distributed)
+        words += f", {size // shards} copies on {shards} {unit} each"
     if config.context > 1:
         words += f"; {config.context} {unit} split every sequence"
     return words + (", gradients averaged in bf16" if config.bf16_gradients else "")
-
-
-def place(model, config, distributed):
-    """Allocate a GPT on this rank's device: all of it with ddp, this rank's shards otherwise.
-
-    The model may be on the device "meta". Its weights are uninitialized afterwards: fill() copies them in.
-    """
-    if not is_sharded(config):
-        model.to_empty(device=distributed.device)
-        return
-    size = shard_group_size(config, distributed)
-    shape = (config.pipeline, distributed.data_context_size // size, size, config.tensor)
-    names = ("pipeline", "replicate", "shard", "tensor")
-    mesh = init_device_mesh(distributed.device.type, shape, mesh_dim_names=names)
-    # tensor: each rank has some heads, columns of the MLP and rows of the embedding table
-    if config.tensor > 1:
-        tensor.split(model, mesh["tensor"], config.seq_len // config.context)
-    # pipeline: each rank has some blocks
-    roots = model.form_stages(mesh["pipeline"]) if config.pipeline > 1 else {model: model.transformer.h}
-    for root, blocks in roots.items():
-        if config.tensor > 1:
-            tensor.gather_output(root)
-        shard(root, list(blocks), config, mesh["replicate", "shard"] if shape[1] > 1 else mesh["shard"])
-        root.to_empty(device=distributed.device)
 
 
 def shard(model, blocks, config, mesh):

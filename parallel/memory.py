@@ -9,7 +9,7 @@ from data.tokenizer import VOCAB_SIZE
 from optim.optimizer import OPTIMIZERS
 from optim.schedules import accumulation_steps
 from parallel.fsdp import blocks_together, is_sharded, shard_group_size
-from parallel.pipeline import blocks_in_flight, blocks_of_ranks
+from parallel.pipeline import blocks_in_flight, blocks_of_stages
 from parallel.process_group import ranks_in_words
 from parallel.tensor import sequence_parts
 
@@ -71,8 +71,6 @@ def choose_micro_batch_size(config, distributed, free):
         limit = min(limit, config.total_batch_size // (share * 4 * config.pipeline))
     powers = [2**i for i in range(largest.bit_length()) if 2**i <= max(1, limit)]
     sizes = [size for size in powers if config.total_batch_size % (size * share) == 0]
-    if config.stages_per_rank > 1:  # the interleaved schedule needs a multiple of --pipeline micro-batches
-        sizes = [size for size in sizes if config.total_batch_size // (size * share) % config.pipeline == 0]
     if free is not None:
         sizes = [b for b in sizes if step_memory(replace(config, micro_batch_size=b), distributed).fits(free)]
         memory = f"the {free / 2**30:.0f} GB of free memory"
@@ -139,7 +137,7 @@ def step_memory(config, distributed):
     if config.pipeline > 1:
         # a schedule has buffers to receive every micro-batch and its gradient
         width = 2 if config.bf16_residual else 4
-        buffers = 2 * width * config.n_embd * config.stages_per_rank * config.total_batch_size
+        buffers = 2 * width * config.n_embd * config.total_batch_size
         activations += buffers / distributed.data_size / sequence_parts(config)
     in_backward = peak = weights + gradients + states + activations + logits
     accumulates = accumulation_steps(config.batch_warmup_steps, config, distributed.data_size) > 1
@@ -154,7 +152,7 @@ def step_memory(config, distributed):
 
 def params_of_rank(config):
     """Parameters that --tensor and --pipeline leave a rank, the most of all ranks, before sharding."""
-    return params_of_embeddings(config) + max(blocks_of_ranks(config)) * params_of_block(config)
+    return params_of_embeddings(config) + max(blocks_of_stages(config)) * params_of_block(config)
 
 
 def compute_bytes(config):
@@ -230,8 +228,7 @@ def bytes_of_activations(config):
         logits = tokens * VOCAB_SIZE * head / config.context
     # evaluation splits no sequence. It returns each token's loss and so holds all logits: 2 bytes compiled, 11 with
     # eager float32 copies
-    compiled = config.compile and config.stages_per_rank == 1
-    evaluation = tokens * VOCAB_SIZE * (2 if compiled else 11) * (1 if half else 2) / config.tensor
+    evaluation = tokens * VOCAB_SIZE * (2 if config.compile else 11) * (1 if half else 2) / config.tensor
     if not (config.val_every or config.hellaswag_every):
         evaluation = 0
     # a pipeline's last rank has the logits, and the fewest micro-batches in flight: logits may add nothing

@@ -1,6 +1,7 @@
 """The process group: this process's rank and device, and the collectives that training needs."""
 
 import gc
+import os
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -9,8 +10,9 @@ import torch.distributed as dist
 import torch.distributed.nn.functional  # before the group exists: its default arguments would keep the group alive
 
 from common.device import choose_device_type
-from common.errors import UserError
-from parallel.rendezvous import PATIENCE, launched, meet
+from common.errors import UserError, first_line
+from common.progress import progress
+from common.signals import Stopped
 
 
 @dataclass(frozen=True)
@@ -26,6 +28,7 @@ class Distributed:
     tensor: int = 1  # adjacent ranks that split every layer
     context: int = 1  # adjacent ranks, or groups of `tensor` ranks, that split every sequence of training
     pipeline: int = 1  # stages: groups of adjacent ranks, each with its own blocks, through which a micro-batch passes
+    ranks_of_machine: int = 1  # the fewest of all machines
 
     @property
     def model_size(self):
@@ -132,6 +135,43 @@ class Distributed:
         return result
 
 
+def batches_of_rank(batches, title, distributed, stop=None):
+    """Yield this rank's share of the batches, with a progress bar. Ranks that split layers have the same share.
+
+    stop: a StopSignal, or None. If that of any rank has received a signal, all ranks raise Stopped, after the same
+    number of batches.
+    """
+    alone = distributed.world_size == 1
+    for first in progress(range(0, len(batches), distributed.data_context_size), title):
+        if not alone:
+            # the all-reduce is queued before the batch, so a GPU computes the batch while the host reads the result
+            stops = distributed.begin_all_reduce(bool(stop and stop.requested))
+        if first + distributed.data_context_rank < len(batches):
+            yield batches[first + distributed.data_context_rank]
+        if (stop and stop.requested) if alone else stops()[0]:
+            raise Stopped
+
+
+def launched():
+    """(rank, world size, local rank, ranks of this machine), as torchrun says; (0, 1, 0, 1) without torchrun.
+
+    Raises UserError for an environment variable that is missing or wrong.
+    """
+    if os.environ.get("WORLD_SIZE", "1") == "1":
+        return 0, 1, 0, 1
+    try:
+        rank, world_size, local_rank = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
+        ranks_of_machine = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+        if not (0 <= local_rank <= rank < world_size and ranks_of_machine > 0):
+            raise ValueError(f"rank {rank} and local rank {local_rank} of {world_size}")
+    except (KeyError, ValueError) as error:
+        raise UserError(
+            f"RANK, WORLD_SIZE or LOCAL_RANK is missing or wrong ({first_line(error)}): start with torchrun, or "
+            "set them, MASTER_ADDR and MASTER_PORT for every rank"
+        ) from error
+    return rank, world_size, local_rank, ranks_of_machine
+
+
 def start_alone(device_type, reason):
     """The device of a command of one process. Raises UserError with the reason if torchrun has started several."""
     if launched()[1] > 1:
@@ -139,11 +179,11 @@ def start_alone(device_type, reason):
     return start(device_type).device
 
 
-def start(device_type, tensor=1, context=1, pipeline=1, patience=PATIENCE):
+def start(device_type, tensor=1, context=1, pipeline=1):
     """Join the process group that torchrun describes, if it started this process, and choose this rank's device.
 
     device_type: "auto", "cuda", "cpu" or "mps". tensor, context, pipeline: as in Distributed; one rank splits nothing.
-    Raises UserError if the device does not exist, if there are more ranks than GPUs, or if other ranks do not come.
+    Raises UserError if the device does not exist, if there are more ranks than GPUs, or if the ranks do not meet.
     """
     device_type = choose_device_type(device_type)
     if device_type == "cuda" and not torch.cuda.is_available():
@@ -152,7 +192,7 @@ def start(device_type, tensor=1, context=1, pipeline=1, patience=PATIENCE):
         )
     if device_type == "mps" and not torch.backends.mps.is_available():
         raise UserError("--device mps, but PyTorch sees no Apple GPU: use --device cpu")
-    rank, world_size, local_rank = launched()
+    rank, world_size, local_rank, ranks_of_machine = launched()
     if device_type == "mps" and world_size > 1:
         raise UserError("several ranks cannot share an Apple GPU: start one process, or use --device cpu")
     device = torch.device(device_type)
@@ -164,19 +204,20 @@ def start(device_type, tensor=1, context=1, pipeline=1, patience=PATIENCE):
             )
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
-    if world_size > 1:
-        backend = "nccl" if device_type == "cuda" else "gloo"
+    if world_size == 1:
+        return Distributed(rank, world_size, device)
+    try:
         dist.init_process_group(
-            backend,
-            store=meet(rank, world_size, patience),
-            rank=rank,
-            world_size=world_size,
+            "nccl" if device_type == "cuda" else "gloo",
             timeout=timedelta(minutes=30),  # the others wait while rank 0 hashes tens of GB
-            device_id=device if backend == "nccl" else None,
+            device_id=device if device_type == "cuda" else None,
         )
+    except (ValueError, dist.DistError) as error:  # ValueError: MASTER_ADDR or MASTER_PORT is not set
+        raise UserError(f"the ranks do not meet ({first_line(error)}): start all of them, with torchrun") from error
     # numbers below 1 are refused with the other flags
-    sizes = (tensor, context, pipeline) if world_size > 1 and min(tensor, context, pipeline) > 0 else ()
-    return Distributed(rank, world_size, device, *sizes)
+    sizes = (tensor, context, pipeline) if min(tensor, context, pipeline) > 0 else (1, 1, 1)
+    fewest = Distributed(rank, world_size, device).minimum(ranks_of_machine)
+    return Distributed(rank, world_size, device, *sizes, int(fewest))
 
 
 def stop():

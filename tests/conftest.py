@@ -230,7 +230,7 @@ def command(tmp_path, tmp_path_factory):
     """Run one of the project's commands in an empty folder, on several ranks as torchrun would (with less to import);
     returns the finished process."""
 
-    def call(script, *args, ranks=1, env=None):
+    def call(script, *args, ranks=1, machines=1, env=None):
         command = [str(ROOT / script), *map(str, args)]
         if env:  # which may be read before a fork begins
             return subprocess.run(
@@ -242,7 +242,8 @@ def command(tmp_path, tmp_path_factory):
                 timeout=TIMEOUT,
             )
         outputs = [tmp_path_factory.mktemp("outputs") / name for name in ("out", "err")]
-        everybody = dict(MASTER_ADDR="localhost", MASTER_PORT=free_port(), WORLD_SIZE=ranks, LOCAL_WORLD_SIZE=ranks)
+        everybody = dict(MASTER_ADDR="localhost", MASTER_PORT=free_port(), WORLD_SIZE=ranks)
+        everybody["LOCAL_WORLD_SIZE"] = ranks // machines
         processes = []
         for rank in range(ranks):
             own = everybody | dict(RANK=rank, LOCAL_RANK=rank) if ranks > 1 else {}
@@ -372,12 +373,12 @@ def script(tmp_path, monkeypatch):
 
 @pytest.fixture
 def train_several(command, script, corpus, tmp_path):
-    """Train tiny GPT-2s on so many ranks, {run's name: flags}; returns their folders."""
+    """Train tiny GPT-2s on so many ranks, {run's name: flags}, as on several machines; returns their folders."""
 
-    def call(ranks, runs):
+    def call(ranks, runs, machines=1):
         flags = [[*TINY, "--data_dir", str(corpus), "--run_name", name, *map(str, runs[name])] for name in runs]
         (tmp_path / "runs.json").write_text(json.dumps([(free_port(), each) for each in flags]))
-        done = command(script(SEVERAL), "runs.json", ranks=ranks)
+        done = command(script(SEVERAL), "runs.json", ranks=ranks, machines=machines)
         assert done.returncode == 0, done.stdout + done.stderr
         return [tmp_path / "log" / name for name in runs]
 

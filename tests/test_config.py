@@ -19,9 +19,10 @@ from parallel.process_group import Distributed
 DEMO = Config(**recipes.DEMO)
 
 
-def resolved(world_size=1, device="cpu", **flags):
+def resolved(world_size=1, device="cpu", machine=None, **flags):
     """(the Config, its notes as text)"""
-    config, notes = resolve(Config(**flags), Distributed(0, world_size, torch.device(device)), None, GPTConfig())
+    distributed = Distributed(0, world_size, torch.device(device), ranks_of_machine=machine or world_size)
+    config, notes = resolve(Config(**flags), distributed, None, GPTConfig())
     return config, "\n".join(map(str, notes))
 
 
@@ -69,9 +70,6 @@ def test_the_micro_batch_fits_and_divides():
         for mode in ("off", "selective", "full")
     ]
     assert sizes == sorted(sizes) and sizes[0] < sizes[-1]
-    interleaved = Config(n_layer=12, n_head=12, n_embd=768, pipeline=4, stages_per_rank=2, seq_len=32)
-    interleaved.total_batch_size = 36 * 32  # with 2 sequences 18 micro-batches, which 4 stages do not divide
-    assert choose_micro_batch_size(interleaved, Distributed(0, 4, torch.device("cpu"), 1, 1, 4), None)[0] == 1
     distributed, config = Distributed(0, 4, torch.device("cuda")), Config(**large, parallel="zero2")
     bf16, float32 = (sum(bytes_of_weights(replace(config, autocast=a), distributed)) for a in ("bf16", "off"))
     assert float32 - bf16 > 2 * count_params(config)  # gathered in float32
@@ -108,7 +106,6 @@ def test_without_a_compiler_it_runs_uncompiled(monkeypatch):
         ("--lr -1", 1, dict(lr=-1)),
         ("--lr inf: it must be finite", 1, dict(lr=float("inf"))),
         ("--seed 9223372036854775808", 1, dict(seed=2**63)),
-        ("--shard_ranks 3 does not divide 4 ranks", 4, dict(parallel="hsdp", shard_ranks=3)),
         ("needs --parallel ddp, not zero3", 2, dict(parallel="zero3", autocast="fp16")),
         ("--grad_clip -1", 1, dict(grad_clip=-1)),
         ("--beta2 1", 1, dict(beta2=1)),
@@ -122,8 +119,6 @@ def test_flags_that_contradict_each_other(words, world_size, flags):
 
 
 def test_what_has_no_effect_is_noted():
-    config, notes = resolved(4, parallel="zero3", shard_ranks=2)
-    assert config.shard_ranks is None and "shard_ranks is off: it is for --parallel hsdp, this is zero3" in notes
     assert "lr never reaches" in resolved(max_steps=714)[1] and "lr never" not in resolved(max_steps=715)[1]
     _, notes = resolved(micro_batch_size=8, total_batch_size=8192, batch_warmup_steps=10)
     assert "batch_warmup_steps is 10: it has no effect" in notes
@@ -134,10 +129,10 @@ def test_what_has_no_effect_is_noted():
 
 
 def test_gradients_do_not_accumulate_in_bf16():
-    flags = dict(bf16_gradients=True, parallel="hsdp", shard_ranks=2, total_batch_size=8192)
+    flags = dict(bf16_gradients=True, parallel="hsdp", machine=2, total_batch_size=8192)
     with pytest.raises(UserError, match="would also accumulate 2 micro-batches in bf16"):
         resolved(4, **flags, micro_batch_size=1)
-    for fits in (dict(micro_batch_size=2), dict(micro_batch_size=1, parallel="zero3", shard_ranks=None)):
+    for fits in (dict(micro_batch_size=2), dict(micro_batch_size=1, parallel="zero3")):
         assert resolved(4, **flags | fits)[0].bf16_gradients
 
 
@@ -147,7 +142,7 @@ def test_one_rank_has_nothing_to_share():
     assert "parallel is ddp: there is one rank" in notes and "bf16_gradients is off" in notes
     assert "bf16_gradients is off: it needs NCCL" in resolved(2, bf16_gradients=True, total_batch_size=8192)[1]
     for ranks, note in ((2, "which is zero3"), (1, "which is ddp")):
-        assert note in resolved(2, parallel="hsdp", shard_ranks=ranks, total_batch_size=8192)[1]
+        assert note in resolved(2, parallel="hsdp", machine=ranks, total_batch_size=8192)[1]
 
 
 def test_the_demo_is_small():

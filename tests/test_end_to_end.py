@@ -295,14 +295,14 @@ def test_the_readme_names_every_command_and_folder():
 
 
 FAILING_EVALUATION = """
-import train_gpt2
-def fail(*args, validation_loss=train_gpt2.validation_loss):
+import evaluation, train_gpt2
+def fail(*args, validation_loss=evaluation.validation_loss):
     fail.calls += 1
     if fail.calls == 2:
         raise RuntimeError("an evaluation that fails")
     return validation_loss(*args)
 fail.calls = 0
-train_gpt2.validation_loss = fail
+evaluation.validation_loss = fail
 train_gpt2.main()
 """
 

@@ -19,9 +19,9 @@ from parallel.process_group import Distributed
 def test_validation_has_the_same_tokens_for_every_batch_and_number_of_ranks(corpus):
     stream, model = TokenStream(open_shards(corpus, "val")), GPT(GPTConfig(seq_len=32, n_layer=1, n_head=1, n_embd=16))
 
-    def losses_of(x, y, offsets):
-        assert torch.equal(offsets, find_offsets(x, END_OF_TEXT))
-        return model(x, y, offsets, reduction="none")
+    def losses_of(batch):
+        assert torch.equal(batch.offsets, find_offsets(batch.inputs, END_OF_TEXT))
+        return model(*batch, reduction="none")
 
     tokens = torch.from_numpy(stream.read(0, 400)).long()
     for val_tokens, sequences in ((1, 1), (250, 7), (10**9, 12)):  # whole sequences of the 400 tokens
@@ -66,14 +66,14 @@ import os
 import signal
 import sample
 import train_gpt2
-import evaluation
+from parallel import process_group
 def progress(iterable, title, total=None):
     stoppable = signal.getsignal(signal.SIGTERM) != signal.SIG_DFL  # after the first step
     for number, item in enumerate(iterable):
         if number == 1 and stoppable and (title, os.environ.get("RANK", "0")) == TITLE_AND_RANK:
             os.kill(os.getpid(), signal.SIGTERM)
         yield item
-evaluation.progress = sample.progress = progress
+process_group.progress = sample.progress = progress
 train_gpt2.main()
 """
 

@@ -47,9 +47,9 @@ def test_scores_equal_the_reference(tokens):
     task = MultipleChoice(items, 64, tokens)
     shapes = set()
 
-    def losses_of(x, y, _, at):
-        shapes.add((x.shape, y.shape))
-        return model(x, y, reduction="none", at=at)
+    def losses_of(batch, at):
+        shapes.add((batch.inputs.shape, batch.targets.shape))
+        return model(*batch, reduction="none", at=at)
 
     found = [table.argmin(dim=1) == task.labels for table in task.losses(losses_of, ALONE)]
     assert tuple(found[0].tolist()) == right and tuple(found[1].tolist()) == right_norm
@@ -60,7 +60,7 @@ def test_scores_equal_the_reference(tokens):
 
 def test_ranks_divide_the_batches():
     model, task = tiny(), MultipleChoice(make_items(11), 64, 60)
-    losses_of = lambda x, y, _, at: model(x, y, reduction="none", at=at)  # noqa: E731
+    losses_of = lambda batch, at: model(*batch, reduction="none", at=at)  # noqa: E731
     total = task.sum_losses(losses_of, ALONE)
     parts = [task.sum_losses(losses_of, Distributed(rank, 4, torch.device("cpu"))) for rank in range(4)]
     assert torch.equal(sum(parts), total) and all((part == 0).any() and (part != 0).any() for part in parts)

@@ -1,23 +1,24 @@
 """The lines printed before the first step (the plan) and after the last one (the summary)."""
 
-import evaluation
 from checkpoints.run_folder import checkpoints_of
 from common.cli import python_command
 from common.errors import Note
+from data.tokenizer import missing_tokenizer
 from optim.schedules import accumulation_steps, tokens_to_train
-from parallel import pipeline
+from parallel import place
 from parallel.memory import data_ranks
+from watch import curves
 from watch.hardware import peak_memory
 
 
-def print_plan(trainer, notes, start, train_stream, val_stream, hellaswag, log, switches):
+def print_plan(run, notes, switches):
     """Print what is about to run.
 
-    trainer: train_gpt2.Trainer; notes: of resolve(); start: checkpoints.resume.Start; hellaswag: a MultipleChoice,
-    or None; switches: {name: on} of the optimizations, in the order and with the names to print, such as
-    {"tf32": True, "autocast bf16": True, "fp8": False}.
+    run: train_gpt2.Run; notes: of resolve(); switches: {name: on} of the optimizations, in the order and with the names
+    to print, such as {"tf32": True, "autocast bf16": True, "fp8": False}.
     """
-    config, distributed = trainer.config, trainer.distributed
+    config, distributed, start, log = run.trainer.config, run.trainer.distributed, run.start, run.log
+    train_stream, val_stream = run.loader.stream, run.val_stream
     facts, world_size = log.facts, distributed.world_size
     init = f"resumed from {start.resumed}" if start.resumed else f"{start.weights or 'scratch'}, seed {config.seed}"
     accumulated = accumulation_steps(config.batch_warmup_steps, config, distributed.data_size)
@@ -30,26 +31,26 @@ def print_plan(trainer, notes, start, train_stream, val_stream, hellaswag, log, 
     if config.batch_warmup_steps:
         batch += f", reached after {config.batch_warmup_steps} steps"
     data = f"{len(train_stream.shards)} train shards, {train_stream.total:,} tokens; "
-    evaluated = evaluation.validation_sequences(val_stream, config) * config.seq_len
+    evaluated = val_stream.sequences(config.val_tokens, config.seq_len) * config.seq_len
     data += f"{len(val_stream.shards)} val, {evaluated:,} of {val_stream.total:,} tokens"
     recipe = f"{config.optimizer}, lr {config.lr:g}, {config.warmup_steps} warm-up steps, then {config.lr_schedule}"
     mfu = "unknown for this device"
     if log.peak_flops:
         mfu = f"relative to {log.peak_flops / 1e12 / world_size:g} TFLOP/s a device"
-    if config.val_every and (problem := evaluation.missing_tokenizer()):
+    if config.val_every and (problem := missing_tokenizer()):
         notes = [*notes, Note("bits_per_byte", False, problem)]
     cuda = f", CUDA {facts['cuda']}" if facts["cuda"] else ""
     lines = [
         ("device", f"{world_size} × {facts['hardware']}; PyTorch {facts['torch']}{cuda}"),
-        ("model", f"{sizes}; {trainer.model.num_params():,} parameters"),
+        ("model", f"{sizes}; {run.trainer.model.num_params():,} parameters"),
         ("init", init),
         ("batch", batch),
-        *([("parallel", pipeline.describe(config, distributed))] if world_size > 1 else []),
+        *([("parallel", place.describe(config, distributed))] if world_size > 1 else []),
         ("recipe", recipe),
         ("training", f"{config.max_steps:,} steps, {total:,} tokens, {total / train_stream.total:.2f} epochs"),
         ("on", f"{on} (off: {off})" if off else on),
         ("data", f"{config.data_dir}: {data}"),
-        ("HellaSwag", f"{len(hellaswag.labels):,} items" if hellaswag else "off"),
+        ("HellaSwag", f"{len(run.hellaswag.labels):,} items" if run.hellaswag else "off"),
         ("MFU", mfu),
         ("log", f"{log.folder}/"),
         ("watch", log.where_to_watch()),
@@ -70,19 +71,23 @@ def note_lines(notes):
     ]
 
 
-def print_summary(config, log, tokens, figure):
-    """Print what the run has reached, and what to type next. tokens: trained on so far; figure: of curves.draw_own."""
+def print_summary(run, stop):
+    """Draw the run's curves, print what it has reached and what to type next.
+
+    run: train_gpt2.Run; stop: its StopSignal. Raises UserError if its logs lack lines.
+    """
+    config, log = run.trainer.config, run.log
     if len(log.val_losses) > 1:
         first, last = min(log.val_losses), max(log.val_losses)
         print(
             f"validation loss {log.val_losses[first]:.4f} -> {log.val_losses[last]:.4f} in {last - first} steps; "
-            f"{tokens:,} tokens in all"
+            f"{run.tokens:,} tokens in all"
         )
     for line in log.ranks.table():
         print(line)
     print(f"peak memory {peak_memory(log.device):.2f} GB")
     print(f"log: {log.folder}/ (log.txt, metrics.jsonl, config.json, flags.yaml)")
-    if figure:
+    if figure := curves.draw_own(log.folder, config.max_steps):
         print(f"curves: {figure}")
     print(f"watch: {log.where_to_watch()}")
     if checkpoints_of(log.folder):
@@ -90,3 +95,7 @@ def print_summary(config, log, tokens, figure):
     if config.demo:
         print(f"Next, on your own text: {python_command('fineweb.py', '--input', 'FILE.txt')}")
         print(f"Next, on FineWeb-Edu, GPT-2 124M's usual data (20 GB): {python_command('fineweb.py')}")
+    if stop.agreed:
+        signal = stop.name or "a signal to another rank"
+        print(f"{signal}: stopped at step {run.step}; {run.checkpointer.how_to_continue()}")
+    log.check_complete()

@@ -95,13 +95,13 @@ class RunLog:
     # ------------------------------------------------------------------------------------------------------------------
     # Training reports
 
-    def train_step(self, step, tokens, result, lr, bad_steps=0):
+    def train_step(self, step, tokens, result, bad_steps=0):
         """Print and log a step that has just ended, a train_gpt2.StepResult.
 
         tokens: trained on so far, this step included. bad_steps: consecutive steps, up to this one, with a loss or
         gradient that is not finite; they are skipped.
         """
-        loss, seconds = result.loss, result.seconds
+        loss, lr, seconds = result.loss, result.lr, result.seconds
         rate = result.tokens / seconds
         utilization = mfu(rate, self.flops_per_token, self.peak_flops)
         deviations, seconds_left = self._spike(loss), self._seconds_left(step)

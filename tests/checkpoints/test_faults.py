@@ -224,7 +224,7 @@ def test_ctrl_c_that_also_ends_who_reads_the_output(tmp_path, corpus):
 def test_a_second_ctrl_c_ends_at_once(pause, code):
     """But not one that torchrun passes on, right after the terminal's."""
     script = (
-        "import os, signal, time; from common.signals import StopSignal; stop = StopSignal()\n"
+        "import os, signal, time; from common.signals import StopSignal; stop = StopSignal(); stop.listen()\n"
         f"os.kill(os.getpid(), signal.SIGINT); time.sleep({pause}); os.kill(os.getpid(), signal.SIGINT)\n"
         "os._exit(7 if stop.name == 'SIGINT' else 1)"
     )

@@ -11,14 +11,14 @@ from conftest import ALONE, logged
 from safetensors.torch import load_file, save_file
 
 from checkpoints import load, resume, save
-from common.dtensors import fill, full_tensor
+from common.dtensors import full_tensor
 from common.errors import UserError
 from common.files import digest, json_digest
 from config import Config
 from data.tokenizer import VOCAB_SIZE
 from model import GPT, GPTConfig
 from optim.optimizer import make_optimizer, named_state
-from parallel import fsdp
+from parallel import place
 
 SIZES = GPTConfig(seq_len=16, n_layer=1, n_head=1, n_embd=2, pad_vocab=False)
 LOADER = dict(position=64, total=99, seed=1, shuffle=True)
@@ -38,8 +38,8 @@ def make(layout="ddp"):
     torch.manual_seed(3)
     with torch.device("meta"):
         model = GPT(SIZES)
-    fsdp.place(model, Config(parallel=layout, autocast="off"), ALONE)
-    model.init_weights(fill)
+    model = place.place(model, Config(parallel=layout, autocast="off"), ALONE, None)
+    resume.initialize(model, None)
     optimizer = make_optimizer(model, Config())
     for value in named_state(model, optimizer).values():
         value.fill_(1)

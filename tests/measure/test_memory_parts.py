@@ -3,6 +3,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from common.signals import StopSignal
 from config import Config
 from measure import memory_parts
 from measure.memory_parts import describe_memory, memory_of_step, parts_at_peak
@@ -120,10 +121,11 @@ def test_the_parts_of_a_step_sum_to_its_peak(flags):
     c, model = trainer.config, trainer.model
     tokens = torch.randint(50257, (c.micro_batch_size, c.seq_len + 1), device=device)
     batch = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), None
+    step_of = lambda step: train_step(trainer, step, lambda: batch, StopSignal())  # noqa: E731
     for step in range(3):  # the allocator settles
-        train_step(trainer, step, lambda: batch)
+        step_of(step)
     torch.cuda.reset_peak_memory_stats()
-    result, memory = memory_of_step(lambda: train_step(trainer, 3, lambda: batch), model, trainer.optimizer, c)
+    result, memory = memory_of_step(lambda: step_of(3), model, trainer.optimizer, c)
     peak = torch.cuda.max_memory_allocated() / 2**30
     assert result.finite
     assert sum(memory.values()) == pytest.approx(peak, rel=0.05)

@@ -110,7 +110,7 @@ def test_any_number_of_ranks_trains_as_one(train, train_several):
     whole = train("whole", *MUON)
     sharded = [*MUON, "--parallel", "zero3"]
     runs = dict(ddp=MUON, zero3=sharded, continued=[*sharded, "--resume", "log/whole/checkpoint_000002"])
-    hsdp = dict(hsdp=[*MUON, "--parallel", "hsdp", "--shard_ranks", 2, "--resume", "log/zero3/checkpoint_000002"])
+    hsdp = dict(hsdp=[*MUON, "--parallel", "hsdp", "--resume", "log/zero3/checkpoint_000002"])
     expected = dict(load.load_model(whole / "checkpoint_000004").named_parameters())
     for run in (*train_several(3, runs), *train_several(4, hsdp)):
         count = len(logged(run))

@@ -8,7 +8,7 @@ from config import Config
 from model import GPT, GPTConfig
 from optim.optimizer import OPTIMIZERS, make_optimizer, named_state, update_if_finite
 from optim.schedules import accumulation_steps, learning_rate
-from parallel.pipeline import clip_gradients
+from parallel import gradients
 
 
 def tiny():
@@ -105,7 +105,7 @@ def test_a_bad_step_changes_nothing(name, fused, scaled):
             parameter.grad = torch.full_like(parameter, bad)
         scaler.scale(torch.ones(()))
         scaler.unscale_(optimizer)
-        norm = clip_gradients(model, config.grad_clip)
+        norm = gradients.clip(model, config.grad_clip)
         update_if_finite(optimizer, scaler, norm)
         changed = [name for name, weight in model.state_dict().items() if not torch.equal(weight, before[name])]
         assert len(changed) == (len(before) if bad == 1 else 0)
@@ -119,7 +119,7 @@ def test_clipping_and_no_clipping():
     for max_norm, scale in ((0.0, 1.0), (10.0, 1.0), (1.0, 1 / 5)):
         model.weight.grad, model.bias.grad = torch.tensor([[3.0, 0.0]]), torch.tensor([4.0])
         versions = [parameter.grad._version for parameter in model.parameters()]
-        assert clip_gradients(model, max_norm) == 5
+        assert gradients.clip(model, max_norm) == 5
         torch.testing.assert_close(model.weight.grad, scale * torch.tensor([[3.0, 0.0]]), rtol=1e-5, atol=0)
         written = [parameter.grad._version for parameter in model.parameters()] != versions
         assert written == (max_norm > 0)

@@ -12,9 +12,10 @@ from common.errors import UserError
 from config import Config, resolve
 from model import GPT, GPTConfig
 from optimizations import saved_operators
-from parallel import context, fsdp
+from parallel import context
 from parallel.activation_checkpointing import checkpoint_activations
 from parallel.memory import bytes_of_activations
+from parallel.place import describe
 from parallel.process_group import Distributed
 
 
@@ -48,7 +49,7 @@ def resolved(ranks, **flags):
     split = (flags.get("tensor", 1), flags["context"]) if ranks > 1 else ()
     distributed = Distributed(0, ranks, torch.device("cpu"), *split)
     config, notes = resolve(Config(**flags), distributed)
-    return fsdp.describe(config, distributed), "\n".join(map(str, notes))
+    return describe(config, distributed), "\n".join(map(str, notes))
 
 
 def test_flags_that_do_not_fit_are_refused_in_one_line():

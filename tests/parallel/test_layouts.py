@@ -9,14 +9,13 @@ from torch._dynamo.testing import CompileCounter
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from checkpoints import load, pieces, save
-from common.dtensors import fill
+from checkpoints import load, pieces, resume, save
 from common.errors import UserError
 from config import Config
 from model import GPT, GPTConfig
 from optim.optimizer import make_optimizer
 from optimizations import saved_operators
-from parallel import context, fsdp
+from parallel import fsdp, place
 from parallel.activation_checkpointing import checkpoint_activations
 
 
@@ -53,19 +52,18 @@ def test_every_layout_trains_and_resumes_as_one_rank_does(train, train_several, 
             ddp=flags,
             zero2=[*flags, "--parallel", "zero2"],
             zero3=[*flags, *between, "--parallel", "zero3", "--activation_checkpointing", "full"],
-            hsdp=[*flags, "--parallel", "hsdp", "--shard_ranks", 2, "--activation_checkpointing", "selective"],
+            hsdp=[*flags, "--parallel", "hsdp", "--activation_checkpointing", "selective"],
             whole_zero2=[*flags, "--parallel", "zero2", "--resume", middle("whole")],
             zero3_hsdp=[
                 *flags,
                 "--parallel",
                 "hsdp",
-                "--shard_ranks",
-                2,
                 "--resume",
                 middle("zero3"),
                 "--no_pad_vocab",
             ],
         ),
+        machines=2,
     )
     for run in runs[:4]:
         assert_same(run, whole)
@@ -80,8 +78,7 @@ def test_every_layout_trains_and_resumes_as_one_rank_does(train, train_several, 
     # onto fewer ranks, and from pieces to one file
     fewer = dict(zero3="zero3", zero2="hsdp", hsdp="zero2")
     fewer = {f"{mode}_two": ["--parallel", mode, "--resume", middle(before)] for mode, before in fewer.items()}
-    fewer["hsdp_two"] += ["--shard_ranks", 1]
-    for run in train_several(2, {name: [*flags, *more] for name, more in fewer.items()}):
+    for run in train_several(2, {name: [*flags, *more] for name, more in fewer.items()}, machines=2):
         assert_same(run, whole, steps=2)
     assert_same(train("hsdp_one", *flags, "--resume", tmp_path / middle("hsdp")), whole, steps=2)
     assert command("export.py", middle("zero3"), "exported").returncode == 0
@@ -111,9 +108,8 @@ def placed(n_layer, distributed=ALONE, **flags):
     with torch.device("meta"):
         model = GPT(GPTConfig(seq_len=32, n_layer=n_layer, n_head=2, n_embd=32))
     checkpoint_activations(model, config.activation_checkpointing, saved_operators())
-    fsdp.place(model, config, distributed)
-    model.init_weights(fill)
-    context.split(model, config, distributed)
+    model = place.place(model, config, distributed, None)
+    resume.initialize(model, None)
     return model
 
 

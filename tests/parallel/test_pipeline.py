@@ -9,7 +9,8 @@ from test_layouts import assert_same
 
 from common.errors import UserError
 from config import Config, resolve
-from parallel.pipeline import blocks_of_stages, describe
+from parallel.pipeline import blocks_of_stages
+from parallel.place import describe
 from parallel.process_group import Distributed
 
 # On every rank a whole model beside the stages. The vocabulary is small, so that the last stage has blocks too
@@ -18,11 +19,13 @@ from dataclasses import replace
 
 import torch
 
+from common.dtensors import full_tensor
+from common.signals import StopSignal
 from config import Config
+from data.loader import Batch
 from model import GPTConfig
 from optim.optimizer import update_if_finite
-from parallel import fsdp, process_group
-from parallel.pipeline import clip_gradients
+from parallel import fsdp, gradients, process_group
 from train_gpt2 import build, train_step
 
 distributed = process_group.start("cpu", pipeline=2)
@@ -35,50 +38,50 @@ config = replace(config, micro_batch_size=2, total_batch_size=64, lr_schedule="c
 def full(tensor):
     return full_tensor(tensor.detach())
 
-for per_rank, layers in ((1, [[0, 1, 2], [3, 4]]), (2, [[0, 2, 3], [1, 4]])):
-    whole = build(config, alone, sizes=sizes)
-    stages = build(replace(config, pipeline=2, stages_per_rank=per_rank), distributed, sizes=sizes)
-    own = dict(stages.model.named_parameters())
-    assert {int(name.split(".")[2]) for name in own if ".h." in name} == set(layers[distributed.rank]), own.keys()
-    for step in range(10):
-        batches = [(x, y, None) for x, y in torch.randint(128, (4, 2, 2, 8))]
-        losses = [whole.model(*batch) / 4 for batch in batches]
-        sum(losses).backward()
-        norm = torch.nn.utils.clip_grad_norm_(whole.model.parameters(), 1.0)
-        whole.optimizer.step()
-        whole.optimizer.zero_grad()
-        result = train_step(stages, step, iter(batches).__next__)
-        assert result.finite and result.tokens == 64
-        expected = [sum(losses).item(), norm.item()]
-        torch.testing.assert_close([result.loss, result.grad_norm], expected, rtol=1e-5, atol=0)
-    for name, weight in whole.model.named_parameters():
-        if name in own and not name.endswith("c_attn.bias"):
-            torch.testing.assert_close(full(own[name]), weight.detach(), rtol=1e-3, atol=1e-4, msg=name)
+layers = [[0, 1, 2], [3, 4]]
+whole = build(config, alone, sizes=sizes)
+stages = build(replace(config, pipeline=2), distributed, sizes=sizes)
+own = dict(stages.model.named_parameters())
+assert {int(name.split(".")[2]) for name in own if ".h." in name} == set(layers[distributed.rank]), own.keys()
+for step in range(10):
+    batches = [Batch(x, y, None) for x, y in torch.randint(128, (4, 2, 2, 8))]
+    losses = [whole.model(*batch) / 4 for batch in batches]
+    sum(losses).backward()
+    norm = torch.nn.utils.clip_grad_norm_(whole.model.parameters(), 1.0)
+    whole.optimizer.step()
+    whole.optimizer.zero_grad()
+    result = train_step(stages, step, iter(batches).__next__, StopSignal())
+    assert result.finite and result.tokens == 64
+    expected = [sum(losses).item(), norm.item()]
+    torch.testing.assert_close([result.loss, result.grad_norm], expected, rtol=1e-5, atol=0)
+for name, weight in whole.model.named_parameters():
+    if name in own and not name.endswith("c_attn.bias"):
+        torch.testing.assert_close(full(own[name]), weight.detach(), rtol=1e-3, atol=1e-4, msg=name)
 
-    x, y, _ = batches[0]
-    caches = [trainer.model.new_cache(8) for trainer in (stages, whole)]
-    with torch.no_grad(), fsdp.gathered(stages.model, config):
-        at = torch.tensor([3, 11])
-        losses = [trainer.forward(x, y.flatten()[at], reduction="none", at=at) for trainer in (stages, whole)]
-        tokens = [[trainer.model(part, cache=cache) for part in (x[:, :5], x[:, 5:6])]
-                  for trainer, cache in zip((stages, whole), caches)]
-    torch.testing.assert_close(losses[0], losses[1] * distributed.rank, rtol=1e-4, atol=1e-4)  # rank 1 has the head
-    torch.testing.assert_close(*tokens, rtol=1e-4, atol=1e-4)
+x, y, _ = batches[0]
+caches = [trainer.model.new_cache(8) for trainer in (stages, whole)]
+with torch.no_grad(), fsdp.gathered(stages.model, config):
+    at = torch.tensor([3, 11])
+    losses = [trainer.forward(x, y.flatten()[at], reduction="none", at=at) for trainer in (stages, whole)]
+    tokens = [[trainer.model(part, cache=cache) for part in (x[:, :5], x[:, 5:6])]
+              for trainer, cache in zip((stages, whole), caches)]
+torch.testing.assert_close(losses[0], losses[1] * distributed.rank, rtol=1e-4, atol=1e-4)  # rank 1 has the head
+torch.testing.assert_close(*tokens, rtol=1e-4, atol=1e-4)
 
-    # both copies of the table are the same numbers
-    tables = distributed.all_gather(full(own["transformer.wte.weight"]))
-    assert torch.equal(*tables)
+# both copies of the table are the same numbers
+tables = distributed.all_gather(full(own["transformer.wte.weight"]))
+assert torch.equal(*tables)
 
-    # the gradient of one stage is not finite: no stage changes its weights
-    before = {name: full(weight).clone() for name, weight in own.items()}
-    stages.model.accumulate(iter(batches).__next__, 4)
-    if distributed.rank == 1:
-        own[f"transformer.h.{layers[1][0]}.attn.c_proj.bias"].grad.to_local()[0] = float("inf")
-    norm = clip_gradients(stages.model, 1.0)
-    assert not torch.isfinite(norm)
-    update_if_finite(stages.optimizer, stages.scaler, norm)
-    assert all(torch.equal(full(own[name]), before[name]) for name in own)
-    del stages, own
+# the gradient of one stage is not finite: no stage changes its weights
+before = {name: full(weight).clone() for name, weight in own.items()}
+stages.model.accumulate(batches)
+if distributed.rank == 1:
+    own[f"transformer.h.{layers[1][0]}.attn.c_proj.bias"].grad.to_local()[0] = float("inf")
+norm = gradients.clip(stages.model, 1.0)
+assert not torch.isfinite(norm)
+update_if_finite(stages.optimizer, stages.scaler, norm)
+assert all(torch.equal(full(own[name]), before[name]) for name in own)
+del stages, own
 
 # the losses of a stage in bf16, and no autocast is left on after an evaluation, which is inside one
 half = dict(autocast="bf16", bf16_residual=True)
@@ -127,7 +130,7 @@ def test_training_and_checkpoints_are_those_of_one_rank(train, train_several, tm
 
 
 def resolved(ranks, **flags):
-    distributed = Distributed(0, ranks, torch.device("cpu"), flags.get("tensor", 1), flags["pipeline"])
+    distributed = Distributed(0, ranks, torch.device("cpu"), flags.get("tensor", 1), pipeline=flags["pipeline"])
     config, _ = resolve(Config(**flags), distributed)
     return describe(config, distributed)
 
@@ -137,15 +140,12 @@ def test_flags_that_do_not_fit_are_refused_in_one_line():
     for ranks, flags, words in (
         (4, dict(pipeline=3), "--pipeline 3 does not divide 4 ranks: try one of [2, 4]"),
         (8, dict(pipeline=3, tensor=2), "does not divide 4 groups of 2 ranks (--tensor 2): try one of [2, 4]"),
-        (16, dict(pipeline=16), "16 stages, but 12 blocks and the head fill 13 at most"),
-        (4, dict(pipeline=4, stages_per_rank=4), "--pipeline 4 × --stages_per_rank 4 are 16 stages, but 12 blocks"),
-        (2, dict(pipeline=1, stages_per_rank=2), "--stages_per_rank is for --pipeline"),
+        (16, dict(pipeline=16), "--pipeline 16: 12 blocks and the head fill at most 13 stages"),
         (4, dict(pipeline=2, parallel="zero3"), "--parallel zero3 saves nothing: use zero2"),
         (2, dict(pipeline=2, batch_warmup_steps=9), "--batch_warmup_steps begins with one micro-batch"),
         (2, dict(pipeline=2, autocast="fp16"), "needs --parallel ddp, not --pipeline 2"),
         (2, dict(few, micro_batch_size=4), "needs 2 micro-batches or more in a step, and there are 1: use "),
         (2, dict(few, micro_batch_size=4), "--micro_batch_size 2"),
-        (2, dict(few, total_batch_size=3072, micro_batch_size=1, stages_per_rank=2), "a multiple of 2 micro-batches"),
         (4, dict(few, total_batch_size=2048, micro_batch_size=1), "use a larger --total_batch_size"),
     ):
         with pytest.raises(UserError) as error:
@@ -154,23 +154,20 @@ def test_flags_that_do_not_fit_are_refused_in_one_line():
 
 
 def test_stages_are_balanced_by_their_flops():
-    def blocks(pipeline, stages_per_rank=1, model=(12, 768)):
+    def blocks(pipeline, model=(12, 768)):
         n_layer, n_embd = model
-        return blocks_of_stages(
-            Config(pipeline=pipeline, stages_per_rank=stages_per_rank, n_layer=n_layer, n_embd=n_embd)
-        )
+        return blocks_of_stages(Config(pipeline=pipeline, n_layer=n_layer, n_embd=n_embd))
 
     assert blocks(1) == [12]
     assert blocks(2) == [8, 4]  # the head costs as much as 4.5 blocks
     assert blocks(3) == [5, 6, 1]
     assert blocks(4) == [4, 4, 4, 0]
-    assert blocks(2, 2) == [4, 4, 4, 0]
     assert blocks(2, model=(48, 1600)) == [25, 23]
     assert resolved(2, pipeline=2, micro_batch_size=16) == (
         "2 ranks share the blocks, 8 + 4; the bubble is 3.0% of a step"
     )
-    assert resolved(4, pipeline=2, stages_per_rank=2, micro_batch_size=16) == (
-        "2 ranks share the blocks, 4 + 4 + 4 + 0; the bubble is 3.0% of a step; each stage: ddp"
+    assert resolved(4, pipeline=2, micro_batch_size=16) == (
+        "2 ranks share the blocks, 8 + 4; the bubble is 5.9% of a step; each stage: ddp"
     )
 
 

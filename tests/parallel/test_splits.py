@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from test_layouts import assert_same, placed, weights
 from torch._dynamo.testing import CompileCounter
 
 from config import Config
-from parallel.ddp import micro_batch
+from parallel import gradients
 
 MIDDLE, STEPS = 5, 10
 AT_MIDDLE = f"log/{{}}/checkpoint_{MIDDLE:06d}".format
@@ -18,14 +19,13 @@ ON_TWO_RANKS = dict(
     tensor="--tensor 2",
     context_zero3="--context 2 --parallel zero3",
     pipeline="--pipeline 2",
-    interleaved="--pipeline 2 --stages_per_rank 2",
     tensor_to_pipeline=f"--tensor 1 --pipeline 2 --resume {AT_MIDDLE('tensor')}",
     pipeline_to_pipeline=f"--pipeline 2 --resume {AT_MIDDLE('pipeline')}",
 )
 # with a mode that divides the data or the weights
 ON_FOUR_RANKS = dict(
     tensor_zero2="--tensor 2 --parallel zero2",
-    context_hsdp="--context 2 --parallel hsdp --shard_ranks 2",
+    context_hsdp="--context 2 --parallel hsdp",
     pipeline_zero2="--pipeline 2 --parallel zero2",
 )
 WITH_MUON = dict(muon_context="--context 2", muon_pipeline="--pipeline 2")  # --tensor refuses it
@@ -45,7 +45,7 @@ def test_figures_checkpoints_and_exports(train, train_several, command, tmp_path
     for run in runs[len(of_two) :]:
         assert logged(run) == pytest.approx(logged(whole_muon), abs=1e-4)
     samples = [row["samples"] for row in metrics(whole) if "samples" in row]
-    for run in (*runs[: len(of_two)], *train_several(4, of_four)):
+    for run in (*runs[: len(of_two)], *train_several(4, of_four, machines=2)):
         assert_same(run, whole, steps=STEPS - MIDDLE if "_to_" in run.name else STEPS)
         assert [row["samples"] for row in metrics(run) if "samples" in row] == samples
 
@@ -73,6 +73,6 @@ def test_all_of_a_split_model_is_compiled(two_ranks, flags, graphs):
     torch._dynamo.reset()
     count = CompileCounter()
     forward = torch.compile(model, backend=count, dynamic=False)
-    with micro_batch(model, forward, Config(**flags), last=True):
+    with gradients.accumulation(SimpleNamespace(model=model, train_forward=forward, config=Config(**flags)), last=True):
         forward(*torch.randint(50257, (2, 2, 32))).backward()
     assert count.frame_count == graphs

@@ -9,7 +9,7 @@ from test_layouts import assert_same, weights
 
 from common.errors import UserError
 from config import Config, resolve
-from parallel import fsdp
+from parallel.place import describe
 from parallel.process_group import Distributed
 
 # On every rank a whole model beside the split one
@@ -18,10 +18,10 @@ from dataclasses import replace
 
 import torch
 
+from common.dtensors import full_tensor
 from config import Config
 from model import GPTConfig
-from parallel import fsdp, process_group, tensor
-from parallel.ddp import micro_batch
+from parallel import fsdp, gradients, process_group, tensor
 from train_gpt2 import build
 
 distributed = process_group.start("cpu", tensor=2)
@@ -36,7 +36,7 @@ x, y = torch.randint(sizes.vocab_size, (2, 3, 8))
 y[0, 2:5] = -1  # without a loss
 for trainer in (split, whole):
     for last in (False, True):
-        with micro_batch(trainer.model, trainer.train_forward, trainer.config, last):
+        with gradients.accumulation(trainer, last):
             trainer.train_forward(x, y).backward()
 for (name, own), (_, expected) in zip(split.model.named_parameters(), whole.model.named_parameters(), strict=True):
     for kind, tensors in (("", (own, expected)), ("gradient of ", (own.grad, expected.grad))):
@@ -93,10 +93,10 @@ def test_training_and_checkpoints_are_those_of_one_rank(train, train_several, co
             assert torch.equal(weight, expected[name]), name
 
 
-def resolved(ranks, **flags):
-    distributed = Distributed(0, ranks, torch.device("cpu"), flags["tensor"])
+def resolved(ranks, machine=None, **flags):
+    distributed = Distributed(0, ranks, torch.device("cpu"), flags["tensor"], ranks_of_machine=machine or ranks)
     config, notes = resolve(Config(**flags), distributed)
-    return fsdp.describe(config, distributed), "\n".join(map(str, notes))
+    return describe(config, distributed), "\n".join(map(str, notes))
 
 
 def test_flags_that_do_not_fit_are_refused_in_one_line():
@@ -108,7 +108,7 @@ def test_flags_that_do_not_fit_are_refused_in_one_line():
         (2, dict(tensor=2, optimizer="muon"), "--optimizer muon orthogonalizes whole matrices"),
         (2, dict(tensor=2, optimizer="adamw_8bit"), "--optimizer adamw_8bit has scales for blocks of whole rows"),
         (2, dict(tensor=2, autocast="fp16"), "needs --parallel ddp, not --tensor 2"),
-        (8, dict(tensor=2, parallel="hsdp", shard_ranks=3), "4 groups of 2 ranks (--tensor 2): try one of [2, 4]"),
+        (8, dict(tensor=2, parallel="hsdp", machine=6), "ranks of a machine do not divide 4 groups of 2 ranks"),
     ):
         with pytest.raises(UserError) as error:
             resolved(ranks, **flags)
@@ -118,7 +118,7 @@ def test_flags_that_do_not_fit_are_refused_in_one_line():
 def test_the_plan_describes_the_mesh():
     assert resolved(2, tensor=2)[0] == "2 ranks split every layer"
     assert resolved(4, tensor=2)[0] == "2 ranks split every layer; ddp over 2 such groups"
-    words, notes = resolved(12, tensor=3, parallel="hsdp", shard_ranks=2)
+    words, notes = resolved(12, tensor=3, parallel="hsdp", machine=6)
     assert words == "3 ranks split every layer; hsdp over 4 such groups, 2 copies on 2 such groups each"
     assert "so every rank holds the whole residual stream" in notes
     for mode in ("zero2", "hsdp"):

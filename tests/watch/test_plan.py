@@ -3,9 +3,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-import evaluation
+import watch.plan as plan_module
 from common.cli import python_command
+from common.signals import StopSignal
 from config import Config
+from data.loader import TokenStream
 from model import GPT, GPTConfig
 from optim.schedules import accumulation_steps, tokens_to_train
 from optimizations import Note
@@ -16,7 +18,7 @@ from watch.run_log import RunLog
 
 CPU = torch.device("cpu")
 TINY = dict(n_layer=2, n_head=2, n_embd=32, seq_len=32, micro_batch_size=4, total_batch_size=2048, max_steps=10)
-STREAMS = [SimpleNamespace(shards=range(3), total=10240), SimpleNamespace(shards=range(1), total=500)]
+STREAMS = [SimpleNamespace(shards=range(3), total=10240), TokenStream([range(500)])]
 
 
 def make_log(tmp_path, resumed=None, training=None, world_size=2, **flags):
@@ -31,8 +33,12 @@ def plan(capsys, config, log, world_size, notes=(), step=0, tokens=0, hellaswag=
     distributed = Distributed(0, world_size, CPU)
     trainer = SimpleNamespace(config=config, model=model, distributed=distributed)
     start = SimpleNamespace(resumed=None, weights=None, step=step, tokens=tokens)
+    loader, val_stream = SimpleNamespace(stream=STREAMS[0]), STREAMS[1]
+    run = SimpleNamespace(
+        trainer=trainer, start=start, loader=loader, val_stream=val_stream, hellaswag=hellaswag, log=log
+    )
     switches = switches or {"tf32": True}
-    print_plan(trainer, notes, start, *STREAMS, hellaswag, log, switches)
+    print_plan(run, notes, switches)
     lines = capsys.readouterr().out.splitlines()
     assert all(line[10] == " " for line in lines)
     return [(line[:10].rstrip(), line[11:]) for line in lines]
@@ -73,7 +79,7 @@ def test_the_plan(tmp_path, capsys, monkeypatch):
 
 def test_the_plan_of_a_resumed_run(tmp_path, capsys, monkeypatch):
     """Tokens of the steps that are left come on top of those trained on, which had other batches."""
-    monkeypatch.setattr(evaluation, "missing_tokenizer", lambda: "no network")
+    monkeypatch.setattr(plan_module, "missing_tokenizer", lambda: "no network")
     config, log = make_log(tmp_path, world_size=1, batch_warmup_steps=4)
     lines = dict(plan(capsys, config, log, 1, step=8, tokens=1_000_000))
     assert lines["training"] == "10 steps, 1,004,096 tokens, 98.06 epochs" and "parallel" not in lines
@@ -92,13 +98,19 @@ def test_tokens_to_train(warmup, step, world_size):
     assert tokens_to_train(config, step, world_size) == micro_steps * 4 * 32 * world_size
 
 
-def test_the_summary(tmp_path, capsys):
+def summarize(config, log):
+    trainer = SimpleNamespace(config=config)
+    print_summary(SimpleNamespace(trainer=trainer, log=log, tokens=12345, step=8), StopSignal())
+
+
+def test_the_summary(tmp_path, capsys, monkeypatch):
     config, log = make_log(tmp_path, demo=True)
     for step, loss in ((0, 10.0), (4, 7.5), (8, 6.25)):
         log.validation(step, 100 * step, loss, seconds=1.0)
     capsys.readouterr()
     (log.folder / "checkpoint_000008").mkdir()
-    print_summary(config, log, 12345, log.folder / "curves.png")
+    monkeypatch.setattr(plan_module.curves, "draw_own", lambda folder, max_steps: folder / "curves.png")
+    summarize(config, log)
     out = capsys.readouterr().out.splitlines()
     assert out[0] == "validation loss 10.0000 -> 6.2500 in 8 steps; 12,345 tokens in all"
     assert out[1].startswith("peak memory ") and out[1].endswith(" GB")
@@ -116,7 +128,8 @@ def test_the_summary(tmp_path, capsys):
     config, log = make_log(tmp_path, tmp_path / "run" / "checkpoint_000006", dict(step=6))
     log.validation(6, 600, 7.0, seconds=1.0)
     capsys.readouterr()
-    print_summary(config, log, 12345, None)
+    monkeypatch.setattr(plan_module.curves, "draw_own", lambda folder, max_steps: None)
+    summarize(config, log)
     out = capsys.readouterr().out
     assert out.startswith("validation loss 10.0000 -> 7.0000 in 6 steps; 12,345 tokens in all\n")  # of the whole run
     assert "Next" not in out
