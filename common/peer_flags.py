@@ -37,4 +37,5 @@ HINTS = {
     "attention_backend": "use --attention",
     "packed_qkv": "use --attention",
     "flash4_backward": "use --attention",
+    "adamw_states": "use --optimizer adamw_8bit",
 }
