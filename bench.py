@@ -18,11 +18,12 @@ from tqdm import trange
 from common.cli import flag
 from common.errors import UserError, out_of_memory, run
 from common.signals import StopSignal
-from config import GROUPS, SETTLING_STEPS, Config, read_command_line, refuse_unavailable_flags, resolve
+from config import GROUPS, SETTLING_STEPS, Config, read_command_line, resolve
 from data.loader import make_batch
 from data.tokenizer import END_OF_TEXT
 from measure.energy import mj_per_token, read_joules
 from measure.memory_parts import describe_memory, memory_of_step
+from optimizations import refuse_unavailable_flags
 from parallel import place, process_group
 from parallel.memory import free_memory, less_memory
 from train_gpt2 import build, train_step

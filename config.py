@@ -14,7 +14,7 @@ from common.cli import check_bounds, flag, given, parse
 from common.errors import Note, UserError
 from common.peer_flags import HINTS
 from optim import recipes, schedules
-from optimizations import SWITCHES, is_off, turn_off_unavailable
+from optimizations import SWITCHES, turn_off_unavailable
 from parallel import place
 
 # layers, heads, width (Radford et al. 2019, table 2; heads as in OpenAI's released weights)
@@ -85,14 +85,13 @@ class Model:
     """Shuffle documents by the seed, anew each epoch; --no_shuffle reads the shards in order."""
 
 
-def help_of(row):
-    return tyro.conf.arg(help=f"{row.help[0].upper()}{row.help[1:]}.")
+def switch(row):
+    """The field of an optimization that is a boolean flag, for make_dataclass()."""
+    help = tyro.conf.arg(help=f"{row.help[0].upper()}{row.help[1:]}.")
+    return row.name, Annotated[bool, help], flag(row.default, report=row.changes != "nothing")
 
 
-Switches = make_dataclass(
-    "Switches",
-    [(row.name, Annotated[bool, help_of(row)], flag(row.default, report=row.changes != "nothing")) for row in SWITCHES],
-)
+Switches = make_dataclass("Switches", map(switch, SWITCHES))
 
 
 @dataclass
@@ -181,21 +180,14 @@ class Evaluation:
 
 
 @dataclass
-class Checkpoints:
-    """When a run is saved, and when it stops."""
+class Output:
+    """Checkpoints, logs, wandb and the profiler."""
 
-    TITLE = "checkpoints"
+    TITLE = "checkpoints and logs"
     checkpoint_every: int = flag(1000, at_least=0, sweep=False)
     """Steps between checkpoints; 0 is off."""
     keep_checkpoints: int = flag(3, at_least=1, sweep=False)
     """Newest checkpoints to keep; also kept: the best one, and the newest one whose next step was finite."""
-
-
-@dataclass
-class Logging:
-    """Logs, wandb and the profiler."""
-
-    TITLE = "logging"
     log_dir: str = flag("log", sweep=False)
     """Folder of all runs."""
     wandb_project: str = flag("gpt2", sweep=False)
@@ -206,7 +198,7 @@ class Logging:
     """Record this many steps' allocations on a GPU, for PyTorch's memory viewer; 0 is off."""
 
 
-GROUPS = (Basics, Model, Speed, Recipe, SeveralGPUs, Evaluation, Checkpoints, Logging)
+GROUPS = (Basics, Model, Speed, Recipe, SeveralGPUs, Evaluation, Output)
 
 
 @dataclass
@@ -261,15 +253,6 @@ def command_line(config):
     return arguments
 
 
-def refuse_unavailable_flags(typed, notes):
-    """Raises UserError if a flag on the command line was turned off."""
-    for note in notes:
-        value = typed.get(note.flag, "auto")
-        if value != "auto" and is_off(note):
-            name = note.flag if isinstance(value, bool) else f"{note.flag} {value}"
-            raise UserError(f"--{name} does nothing here: {note.reason}; leave it out")
-
-
 # ----------------------------------------------------------------------------------------------------------------------
 # How flags fit together
 
@@ -322,10 +305,10 @@ def set_sizes(config, pretrained, resumed):
     """Set the model's sizes, in place. Raises UserError if flags contradict them."""
     sizes = ("n_layer", "n_head", "n_embd")
     if config.init_from != "scratch":
-        named = (None, None, None) if config.demo or config.model == "gpt2" else SIZES[config.model]
+        named = (0, 0, 0) if config.demo or config.model == "gpt2" else SIZES[config.model]
         for name, size in zip(sizes, named):
             own, size = getattr(pretrained, name), getattr(config, name) or size
-            if size not in (None, own):
+            if size not in (0, own):
                 raise UserError(
                     f"--init_from sets the model's sizes: {name} is {own} in {config.init_from}, the flags "
                     f"say {size}; leave out --model, --n_layer, --n_head and --n_embd"
@@ -338,8 +321,7 @@ def set_sizes(config, pretrained, resumed):
             )
         return
     for name, size in zip(sizes, SIZES[config.model]):
-        if getattr(config, name) is None:
-            setattr(config, name, size)
+        setattr(config, name, getattr(config, name) or size)
     if config.n_embd % config.n_head:
         heads = min(
             (h for h in range(1, config.n_embd + 1) if config.n_embd % h == 0), key=lambda h: abs(h - config.n_head)

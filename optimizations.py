@@ -14,7 +14,7 @@ from typing import Literal
 
 import torch
 
-from common.errors import Note
+from common.errors import Note, UserError
 from kernels import needs
 from kernels.attention import CAN_USE, PACKED, SDPA_OPERATORS
 from optim.optimizer import fused_update
@@ -188,6 +188,15 @@ def turn_off_unavailable(config, distributed):
 def is_off(note):
     """Whether a Note turned an optimization off."""
     return any(note.flag in row.off and row.off[note.flag] == note.value for row in OPTIMIZATIONS)
+
+
+def refuse_unavailable_flags(typed, notes):
+    """Raises UserError if a flag on the command line was turned off."""
+    for note in notes:
+        value = typed.get(note.flag, "auto")
+        if value != "auto" and is_off(note):
+            name = note.flag if isinstance(value, bool) else f"{note.flag} {value}"
+            raise UserError(f"--{name} does nothing here: {note.reason}; leave it out")
 
 
 def model_switches(config):

@@ -22,7 +22,7 @@ from checkpoints.checkpointer import MAX_BAD_STEPS, Checkpointer
 from common.device import be_deterministic
 from common.errors import out_of_memory, run
 from common.signals import Stopped, StopSignal
-from config import Config, read_command_line, refuse_unavailable_flags, resolve
+from config import Config, read_command_line, resolve
 from data.loader import Loader, TokenStream, open_streams
 from evaluation import evaluate_if_due
 from hellaswag import MultipleChoice, choice_in_training
@@ -31,7 +31,7 @@ from kernels.compile import compile_model
 from model import GPT, GPTConfig
 from optim.optimizer import make_optimizer, update_if_finite
 from optim.schedules import accumulation_steps, set_learning_rates
-from optimizations import model_switches, plan_switches, saved_operators
+from optimizations import model_switches, plan_switches, refuse_unavailable_flags, saved_operators
 from parallel import activation_checkpointing, ddp, gradients, memory, pipeline, place, process_group
 from watch import hang, plan, trace
 from watch.hardware import flops_per_token

@@ -11,10 +11,18 @@ from conftest import ROOT, logged, skip_without_flash4
 
 from common.errors import UserError
 from common.signals import StopSignal
-from config import Config, refuse_unavailable_flags, resolve
+from config import Config, resolve
 from kernels import attention, cublaslt, needs
 from model import GPTConfig
-from optimizations import OPTIMIZATIONS, RUNGS, SWITCHES, model_switches, readme_table, turn_off_unavailable
+from optimizations import (
+    OPTIMIZATIONS,
+    RUNGS,
+    SWITCHES,
+    model_switches,
+    readme_table,
+    refuse_unavailable_flags,
+    turn_off_unavailable,
+)
 from parallel.process_group import Distributed
 from train_gpt2 import build, train_step
 
