@@ -8,8 +8,8 @@ denser around 0: AdamW divides one moment by the root of the other, so small num
 Blocks do not cross rows, so codes and scales are sharded as their weight is, and a checkpoint loads on any number of
 ranks. Biases and LayerNorms, 0.1% of the parameters, keep float32 moments.
 
-torchao's AdamW8bit has a level 0 for the second moment too, and divides the first one by eps there: gradients of 1e-5
-that share a block with a 1 take steps of 1,800 times the learning rate.
+torchao's AdamW8bit divides by eps where the second moment rounds to 0: gradients of 1e-5 that share a block with a 1
+take steps of 1,800 times the learning rate.
 """
 
 import math
@@ -41,8 +41,7 @@ class AdamW8bit(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure=None):
-        """One update of all parameters. If found_inf is 1, nothing changes, as in PyTorch's fused AdamW; the host does
-        not wait for it."""
+        """One update of all parameters; none if found_inf is 1, as in PyTorch's fused AdamW: the host does not wait."""
         skip = self.found_inf > 0
         for group in filter(lambda group: group["params"], self.param_groups):
             states = [self.state[weight] for weight in group["params"]]

@@ -28,12 +28,6 @@ def make_optimizer(model, config):
     return optimizer
 
 
-def make_adamw(model, config):
-    groups, settings = adamw_groups(model.parameters(), config, config.lr)
-    # fused_adamw: one kernel updates all parameters, instead of several launches for each operation
-    return torch.optim.AdamW(groups, fused=config.fused_adamw or None, **settings)
-
-
 def make_adamw_8bit(model, config):
     groups, settings = adamw_groups(model.parameters(), config, config.lr)
     return AdamW8bit(groups, config.compile, **settings)
@@ -47,8 +41,7 @@ def make_muon(model, config):
             matrices.setdefault((parameter.shape, parts), []).append(parameter)
     taken = {id(parameter) for each in matrices.values() for parameter in each}
     rest = [parameter for parameter in model.parameters() if id(parameter) not in taken]
-    groups, settings = adamw_groups(rest, config, config.adamw_lr)
-    adamw = torch.optim.AdamW(groups, fused=config.fused_adamw or None, **settings)
+    adamw = make_adamw(rest, config, config.adamw_lr)
     if not matrices:  # a rank of --pipeline without blocks
         return adamw
     groups = [
@@ -56,6 +49,12 @@ def make_muon(model, config):
         for (_, parts), parameters in matrices.items()
     ]
     return muon.Muon(groups, adamw, config.compile, config.momentum)
+
+
+def make_adamw(parameters, config, peak):
+    groups, settings = adamw_groups(parameters, config, peak)
+    # fused_adamw: one kernel updates all parameters, instead of several launches for each operation
+    return torch.optim.AdamW(groups, fused=config.fused_adamw or None, **settings)
 
 
 def adamw_groups(parameters, config, peak):
@@ -69,7 +68,7 @@ def adamw_groups(parameters, config, peak):
 
 
 OPTIMIZERS = dict(
-    adamw=Row(make_adamw, lambda width: (8, 8)),
+    adamw=Row(lambda model, config: make_adamw(model.parameters(), config, config.lr), lambda width: (8, 8)),
     # adamw_8bit: moments of 1 byte instead of 4
     adamw_8bit=Row(
         make_adamw_8bit,

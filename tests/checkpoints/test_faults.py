@@ -79,10 +79,9 @@ KILLS = 4
 MUON = ("--optimizer", "muon")  # its checkpoints hold the states of both optimizers: AdamW updates the embeddings
 
 
-@pytest.mark.parametrize("flags", [(), MUON], ids=["adamw", "muon"])
-def test_killed_at_random_moments(train, corpus, tmp_path, flags):
+def test_killed_at_random_moments(train, corpus, tmp_path):
     """Every other time inside of a checkpoint: every run ends as if nothing had happened."""
-    own = (*EVERY_3, *flags, "--total_batch_size", 128)
+    own = (*EVERY_3, *MUON, "--total_batch_size", 128)
     command = [*longer(20), "--data_dir", str(corpus), *map(str, own)]
     moments = random.Random(7)
     runs = killed = in_checkpoints = 0
