@@ -13,11 +13,10 @@ from torch._dynamo.testing import CompileCounter
 from config import Config
 from parallel import gradients
 
-MIDDLE, STEPS = 5, 10
+MIDDLE, STEPS = 3, 6
 AT_MIDDLE = f"log/{{}}/checkpoint_{MIDDLE:06d}".format
 ON_TWO_RANKS = dict(
     tensor="--tensor 2",
-    context_zero3="--context 2 --parallel zero3",
     pipeline="--pipeline 2",
     tensor_to_pipeline=f"--tensor 1 --pipeline 2 --resume {AT_MIDDLE('tensor')}",
     pipeline_to_pipeline=f"--pipeline 2 --resume {AT_MIDDLE('pipeline')}",
@@ -33,7 +32,8 @@ WITH_MUON = dict(muon_context="--context 2", muon_pipeline="--pipeline 2")  # --
 
 def test_figures_checkpoints_and_exports(train, train_several, command, tmp_path, call_main):
     (tmp_path / "items.jsonl").write_text("".join(json.dumps(item) + "\n" for item in make_items(2)))
-    steps = f"--n_layer 3 --micro_batch_size 1 --mask_documents --max_steps {STEPS} --checkpoint_every {MIDDLE}"
+    steps = "--n_layer 3 --micro_batch_size 1 --total_batch_size 128 --mask_documents "
+    steps += f"--max_steps {STEPS} --checkpoint_every {MIDDLE}"
     evaluations = f"--val_every {STEPS} --hellaswag_every {STEPS} --sample_every {STEPS}"
     flags = [*steps.split(), *evaluations.split(), "--hellaswag_data", str(tmp_path / "items.jsonl")]
     muon = [*steps.split(), "--optimizer", "muon"]
