@@ -43,7 +43,6 @@ SDPA = dict(
     cuDNN=SDPBackend.CUDNN_ATTENTION,
 )
 COLUMNS = ("attention", "D", "T", "forward ms", "backward ms", "TFLOP/s", "of roof", "peak GB")
-BYTES_COLUMNS = ("D", "T", "standard", "FlashAttention", "ratio")
 COLUMN_WIDTHS = (16, 4, 6, 11, 12, 8, 8, 8)
 
 
@@ -84,7 +83,7 @@ def main():
             results.append(result | rate(result, flags, peaks))
             bar.write(align(cells(results[-1]), COLUMN_WIDTHS))
             bar.update()
-            files.save(results, markdown(results, flags, device), partial(figures.attention, results))
+            files.save(results, markdown(results, flags), partial(figures.attention, results))
     print(files)
 
 
@@ -196,19 +195,6 @@ def rate(result, flags, peaks):
     return dict(tflops=per_second / 1e12, of_roof=per_second / roof if roof else None)
 
 
-def predicted_bytes(T, D, tokens, n_embd, on_chip):
-    """Bytes that forward moves in 16 bits, (standard attention, FlashAttention), by the FlashAttention paper's
-    algorithms 0 and 1 (Dao et al. 2022), without a mask. on_chip: bytes of on-chip memory.
-
-    Standard attention reads q and k, writes the scores, reads them, writes the probabilities, reads them and v, writes
-    y: Θ(T·D + T²). FlashAttention reads k and v once, a block of on_chip / 8D rows at a time, and for each block reads
-    q and y and writes y: Θ(T²·D² / on_chip).
-    """
-    matrices = 2 * (tokens // T) * (n_embd // D)  # one per sequence and head, two bytes an element
-    blocks = -(-4 * D * T // (on_chip // 2))
-    return matrices * (4 * T * D + 4 * T * T), matrices * (2 * T * D + 3 * T * D * blocks)
-
-
 def cells(result):
     texts = [result["name"], str(result["D"]), f"{result['T']:,}"]
     if result["status"] != "done":
@@ -218,41 +204,10 @@ def cells(result):
     return [*texts, "–" if share is None else f"{share:.0%}", "–" if peak is None else f"{peak:.2f}"]
 
 
-def measures(result):
-    """{measure: text} of one kernel, for the tables."""
-    if result["status"] != "done":
-        return {}
-    peak, share = result["peak_gb"], result["of_roof"]
-    texts = {
-        "Forward + backward, ms": f"{result['forward_ms']:.2f} + {result['backward_ms']:.2f}",
-        "TFLOP/s, share of the roof": f"{result['tflops']:.4g}" + ("" if share is None else f", {share:.0%}"),
-    }
-    return texts if peak is None else texts | {"Peak memory, GB": f"{peak:.2f}"}
-
-
-def markdown(results, flags, device):
-    """A table for each measure: a row for each D and T, a column for each kernel."""
-    names = list(dict.fromkeys(result["name"] for result in results))
-    rows = list(dict.fromkeys((result["D"], result["T"]) for result in results))
-    found = {(result["name"], result["D"], result["T"]): result for result in results}
+def markdown(results, flags):
     text = f"{flags.tokens:,} tokens, C = {flags.n_embd}. FLOPs are those of the causal half: 7·T·C a token"
     text += f", times the share within documents (mean {flags.documents:,} tokens). " if flags.documents else ". "
-    text += "A GB is 2^30 bytes.\n\n"
-    for measure in dict.fromkeys(measure for result in results for measure in measures(result)):
-        table = []
-        for D, T in rows:
-            row = [found[name, D, T] for name in names if (name, D, T) in found]  # the last row may be unfinished
-            table.append([str(D), f"{T:,}", *(measures(result).get(measure) or result["reason"] for result in row)])
-        text += f"{measure}:\n\n{markdown_table(('D', 'T', *names), table)}\n\n"
-    on_chip = device.type == "cuda" and torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor
-    if on_chip and not flags.documents:
-        table = []
-        for D, T in rows:
-            standard, flash = (n / 2**30 for n in predicted_bytes(T, D, flags.tokens, flags.n_embd, on_chip))
-            table.append([str(D), f"{T:,}", f"{standard:.2f}", f"{flash:.2f}", f"{standard / flash:.1f}"])
-        text += "GB that forward moves by the FlashAttention paper's algorithms 0 and 1, without a mask, for "
-        text += f"{on_chip // 1024} KB of shared memory:\n\n{markdown_table(BYTES_COLUMNS, table)}"
-    return text.rstrip()
+    return f"{text}A GB is 2^30 bytes.\n\n{markdown_table(COLUMNS, [cells(result) for result in results])}"
 
 
 if __name__ == "__main__":

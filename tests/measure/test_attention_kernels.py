@@ -26,9 +26,8 @@ def test_it_measures_every_kernel_of_the_device(command, tmp_path):
         # 2 GEMMs forward and 5 backward, each of 2·T·C FLOPs a token, of which causal attention needs half
         assert result["tflops"] * 1e12 * seconds == pytest.approx(7 * 64 * result["T"] * 16)
     table = (folder / "attention.md").read_text()
-    assert "| D | T | written out | FlashAttention |" in table
-    assert f"| 8 | 16 | {results[0]['forward_ms']:.2f} + {results[0]['backward_ms']:.2f} |" in table
-    assert f"| 8 | 32 | {results[2]['tflops']:.4g} | {results[3]['tflops']:.4g} |" in table
+    first = results[0]
+    assert f"| written out | 8 | 16 | {first['forward_ms']:.3f} | {first['backward_ms']:.3f} |" in table
     assert (folder / "attention.png").stat().st_size > 1000
     expect_error(command("measure/attention.py", *SMALL), "side_by_side exists")
     expect_error(command("measure/attention.py", *SMALL, ranks=2), "start it with python")
@@ -60,13 +59,6 @@ def test_what_it_does_not_measure(call_main, flags, complaint):
     expect_error(call_main("measure/attention.py", *SMALL, *flags.split()), complaint)
 
 
-def test_bytes_by_the_papers_algorithms():
-    # one sequence and head: N = 1024, d = 64, and on-chip memory for 4 · 64 · 256 elements, so four blocks
-    standard, flash = attention.predicted_bytes(1024, 64, tokens=1024, n_embd=64, on_chip=2 * 4 * 64 * 256)
-    assert standard == 2 * (4 * 1024 * 64 + 4 * 1024**2)
-    assert flash == 2 * (2 * 1024 * 64 + 4 * 3 * 1024 * 64)
-
-
 def test_out_of_memory_is_a_row_and_a_cross(tmp_path, monkeypatch):
     done = dict(name="written out", D=64, status="done", forward_ms=1.0, backward_ms=2.0, peak_gb=5.0, facts=FACTS)
     failed = dict(name="written out", D=64, T=2048, status="skipped", reason="out of memory", facts=FACTS)
@@ -76,7 +68,6 @@ def test_out_of_memory_is_a_row_and_a_cross(tmp_path, monkeypatch):
         (cross,) = [line for line in ax.lines if line.get_marker() == "x"]
         assert (cross.get_xdata()[0], cross.get_ydata()[0]) == (2048, 2 * last)
     flags = attention.Flags(tokens=4096)
-    assert "| 64 | 2,048 | out of memory |" in attention.markdown(
-        [done | dict(T=512, tflops=1.0, of_roof=0.5), failed], flags, torch.device("cpu")
-    )
+    row = done | dict(T=512, tflops=1.0, of_roof=0.5)
+    assert "| written out | 64 | 2,048 | out of memory |" in attention.markdown([row, failed], flags)
     assert attention.cells(failed) == ["written out", "64", "2,048", "out of memory"]
