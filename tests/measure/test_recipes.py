@@ -1,7 +1,6 @@
 """The ladder of training recipes: measure.to_loss."""
 
 import json
-import statistics
 
 import pytest
 from conftest import expect_error, logged, metrics
@@ -56,7 +55,7 @@ def test_the_ladder_of_recipes_climbs(train, tmp_path):
 def test_recipes_of_ones_own(train):
     """Each rung adds to the flags before it; Muon brings its recipe."""
     recipes = ("--recipes", "optimizer=muon lr=2e-3", "mask_documents=on")
-    flags = ("--seeds", 2, "--max_steps", 8, "--val_tokens", 256, *recipes)
+    flags = ("--seeds", 1, "--max_steps", 8, "--val_tokens", 256, *recipes)
     folder = train("own", *flags, "--beta2", 0.9, script="measure/to_loss.py")
     first, muon, masked = json.loads((folder / "to_loss.json").read_text())["results"]
     assert [r["rung"] for r in (first, muon, masked)] == ["flags as given", *recipes[1:]]
@@ -64,8 +63,7 @@ def test_recipes_of_ones_own(train):
     assert muon["facts"]["lr"] == 2e-3 and muon["facts"]["lr_schedule"] == "wsd" and not muon["facts"]["mask_documents"]
     assert masked["facts"]["optimizer"] == "muon" and masked["facts"]["mask_documents"]
     row = (folder / "to_loss.md").read_text().splitlines()[4]
-    differences = [b - a for a, b in zip(muon["finals"], masked["finals"])]
-    assert f"| {statistics.mean(differences):+.4f} ± {statistics.stdev(differences):.4f} |" in row
+    assert f"| {masked['finals'][0] - muon['finals'][0]:+.4f} |" in row
 
 
 def test_bad_recipes_end_in_one_line(corpus):
