@@ -37,6 +37,11 @@ def test_help_explains_every_flag_in_sections(command):
     assert sorted(titles, key=done.stdout.index) == titles
 
 
+def test_there_are_few_flags():
+    """Whoever adds one takes one away."""
+    assert len(vars(Config())) <= 65
+
+
 def test_sizes_follow_the_model_and_give_way_to_their_own_flags():
     config, _ = resolved(model="gpt2-xl")
     assert (config.n_layer, config.n_head, config.n_embd) == (48, 25, 1600)
