@@ -6,7 +6,7 @@ import shutil
 import tarfile
 
 import pytest
-from conftest import ROOT, expect_error, logged, metrics, write_corpus
+from conftest import ALONE, ROOT, expect_error, logged, metrics, write_corpus
 
 from checkpoints import resume, run_folder
 from common.errors import UserError
@@ -36,7 +36,7 @@ def test_other_data_are_recognized(tmp_path):
 
     def difference(before, after):
         configs = [Config(data_dir=str(tmp_path / name), total_batch_size=64, seq_len=8) for name in (before, after)]
-        (*_, data), (*_, own_data) = map(open_streams, configs)
+        (*_, data), (*_, own_data) = (open_streams(config, ALONE) for config in configs)
         start = resume.Start(tmp_path / "checkpoint_000001", data, None, None)
         try:
             resume.check_data(start, configs[1], own_data)
