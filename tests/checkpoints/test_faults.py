@@ -199,9 +199,7 @@ def test_a_wandb_that_dies_is_not_missed(tmp_path, corpus):
     os.kill(process.pid, signal.SIGTERM)
     process.wait(60)
     assert process.returncode == 0 and "to continue from" in output.read_text()
-    assert output.read_text().count("wandb run failed") == 1
-    ours, *_ = errors.read_text().partition("Exception ignored in atexit callback")
-    assert "Traceback" not in ours  # wandb's own end says that its service has gone
+    assert output.read_text().count("wandb run failed") == 1 and "Traceback" not in errors.read_text()
 
 
 def test_ctrl_c_that_also_ends_who_reads_the_output(tmp_path, corpus):
