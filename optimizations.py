@@ -20,7 +20,6 @@ from kernels.attention import CAN_USE, PACKED, SDPA_OPERATORS
 from optim.optimizer import fused_update
 
 ROOT = Path(__file__).parent
-LADDER = ROOT / "dev" / "records" / "ladder.json"
 
 # ----------------------------------------------------------------------------------------------------------------------
 # The rows, in the order of the ladder
@@ -106,9 +105,7 @@ OPTIMIZATIONS = (
         "bf16_residual", "the residual stream in bf16: half the bytes of additions and LayerNorms",
         needs=needs.bf16_gpu, in_model=True, changes="rounding",
     ),
-    switch(
-        "tuned_gemms", "compiled graphs' GEMMs by the fastest of cuBLASLt's algorithms", needs=needs.compiled_cublaslt,
-    ),
+    switch("tuned_gemms", "compiled graphs' GEMMs by cuBLASLt's fastest algorithms", needs=needs.compiled_cublaslt),
     switch(
         "fused_cross_entropy", "head and cross-entropy for 4,096 tokens at a time, by a Triton kernel",
         needs=needs.triton_and_whole_head, in_model=True,
@@ -143,9 +140,8 @@ OPTIMIZATIONS = (
         needs=needs.fp8_and_fused_head, in_model=True, changes="rounding", default=False,
     ),
     Optimization(
-        "ddp", dict(parallel="ddp", tensor=1, context=1, pipeline=1),
-        "{parallel} × {world_size}", "every GPU computes a share of the batch; gradients are averaged once a step",
-        needs=needs.several_ranks,
+        "ddp", dict(parallel="ddp", tensor=1, context=1, pipeline=1), "{parallel} × {world_size}",
+        "every GPU computes a share of the batch; gradients are averaged once a step", needs=needs.several_ranks,
     ),
     switch(
         "overlap_gradients", "average DDP's gradients during backward, for slow links",
@@ -187,11 +183,11 @@ def turn_off_unavailable(config, distributed):
 
 def is_off(note):
     """Whether a Note turned an optimization off."""
-    return any(note.flag in row.off and row.off[note.flag] == note.value for row in OPTIMIZATIONS)
+    return any((note.flag, note.value) in row.off.items() for row in OPTIMIZATIONS)
 
 
 def refuse_unavailable_flags(typed, notes):
-    """Raises UserError if a flag on the command line was turned off."""
+    """Raises UserError if a flag on the command line, {name: value}, was turned off."""
     for note in notes:
         value = typed.get(note.flag, "auto")
         if value != "auto" and is_off(note):
@@ -226,7 +222,7 @@ def saved_operators():
 
 def readme_table():
     """Each optimization with what one types for it and its gain, as measured in dev/records/ladder.json."""
-    record = json.loads(LADDER.read_text())
+    record = json.loads((ROOT / "dev/records/ladder.json").read_text())
     gains, rows = dict(record["gains"]), record["rows"]
     for before, rung in zip(rows, rows[1:]):
         gains[rung["name"]] = f"{rung['tokens_per_second'] / before['tokens_per_second']:.2f} ×"
@@ -236,13 +232,8 @@ def readme_table():
     return "\n".join(lines)
 
 
-def main():
-    """Write the table to its place in README.md."""
+if __name__ == "__main__":  # write the table to its place in README.md
     readme = ROOT / "README.md"
     before, begin, rest = readme.read_text().partition("<!-- optimizations -->")
     _, end, after = rest.partition("<!-- /optimizations -->")
     readme.write_text(f"{before}{begin}\n{readme_table()}\n{end}{after}")
-
-
-if __name__ == "__main__":
-    main()
