@@ -54,10 +54,9 @@ def peak_tflops_of(name):
     return next((peak for part, peak in PEAK_TFLOPS.items() if is_named(part, name)), None)
 
 
-def peak_flops(device, given=None):
-    """The device's peak in FLOP/s, or `given` TFLOP/s; 0 if it is unknown."""
-    known = peak_tflops_of(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
-    return 1e12 * (given or known or 0)
+def peak_flops(device):
+    """The device's dense bf16 peak in FLOP/s; 0 if it is unknown."""
+    return 1e12 * (device.type == "cuda" and peak_tflops_of(torch.cuda.get_device_name(device)) or 0)
 
 
 def is_named(part, name):
