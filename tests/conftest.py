@@ -213,6 +213,8 @@ def no_process_stays():
     adopt_orphans()
     yield
     BEGUN.clear()
+    if "wandb" in sys.modules:
+        sys.modules["wandb"].teardown()  # it has a process of its own, and starts another in the next test
     keep = [fork_server()[0].pid] if fork_server.cache_info().currsize else []
     end_descendants(os.getpid(), keep)
 
