@@ -35,7 +35,7 @@ def test_the_first_rung_has_everything_off_and_the_last_the_command_line():
     assert with_rungs(config, list(RUNGS), first=8) == config
     one = with_rungs(config, ["flash"], first=8)
     assert one == dataclasses.replace(first, flash=True, attention="sdpa")
-    spread = dict(parallel="hsdp", shard_ranks=2, bf16_gradients=True, overlap_gradients=True)
+    spread = dict(parallel="hsdp", bf16_gradients=True, overlap_gradients=True)
     assert with_rungs(dataclasses.replace(config, **spread), ["baseline"], first=8) == first
 
 
