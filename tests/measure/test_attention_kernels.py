@@ -13,7 +13,7 @@ from measure import attention, figures
 SMALL = "--device cpu --tokens 64 --lengths 16 32 --widths 8 --n_embd 16 --repeats 1 --run_name side_by_side".split()
 
 
-def test_it_measures_every_kernel_of_the_device(command, tmp_path):
+def test_it_measures_every_kernel_of_the_device(command, call_main, tmp_path):
     done = command("measure/attention.py", *SMALL)
     assert done.returncode == 0, done.stdout + done.stderr
     folder = tmp_path / "log" / "side_by_side"
@@ -29,7 +29,7 @@ def test_it_measures_every_kernel_of_the_device(command, tmp_path):
     first = results[0]
     assert f"| written out | 8 | 16 | {first['forward_ms']:.3f} | {first['backward_ms']:.3f} |" in table
     assert (folder / "attention.png").stat().st_size > 1000
-    expect_error(command("measure/attention.py", *SMALL), "side_by_side exists")
+    expect_error(call_main("measure/attention.py", *SMALL), "side_by_side exists")
     expect_error(command("measure/attention.py", *SMALL, ranks=2), "start it with python")
 
 
