@@ -32,7 +32,8 @@ INTERVALS = ("val_every", "hellaswag_every", "sample_every", "checkpoint_every")
 
 # Facts of a flag, beside its bounds. report=True: a resumed run reports its change, since results change by more than
 # the order of sums. one_start=True: it belongs to one start of a run, and is not in the run's flags.yaml. sweep=False:
-# a measurement sets it, or it has no effect there. sweep="axis": measure.sweep may vary it, a recipe of measure.to_loss may not.
+# a measurement sets it, or it has no effect there. sweep="axis": measure.sweep may vary it, a recipe of measure.to_loss
+# may not.
 
 
 @dataclass
