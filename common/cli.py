@@ -108,9 +108,11 @@ def spell_switch(argument, kinds):
 
 
 def message_in_box(text):
-    """The message in a box that tyro printed: the lines between its title and the first rule or empty line."""
+    """The message in a box that tyro printed: the lines between its title and the next rule or empty line."""
     lines = [line.strip(" │|╭╮╰╯+─") for line in text.splitlines()]
-    message = " ".join(itertools.takewhile(lambda line: line.strip("-"), lines[1:]))
+    is_text = lambda line: line.strip("-") != ""  # noqa: E731
+    below_title = itertools.dropwhile(lambda line: not is_text(line), lines[1:])  # in ASCII a rule is below it
+    message = " ".join(itertools.takewhile(is_text, below_title))
     return f"{message.removeprefix('Error parsing ').rstrip('.')}; see --help"
 
 

@@ -1,4 +1,5 @@
 import gc
+import io
 import re
 import sys
 from dataclasses import replace
@@ -88,6 +89,13 @@ def test_every_training_command_knows_the_names_of_peers(monkeypatch, module):
 )
 def test_what_is_not_a_flag(arguments, words):
     assert words in complaint(*arguments.split())
+
+
+def test_a_bad_value_is_named_on_every_terminal(monkeypatch):
+    for encoding in ("utf-8", "ascii"):  # tyro draws its boxes as the encoding allows
+        monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), encoding))
+        assert complaint("--lr", "fast") == "--lr: could not convert string to float: 'fast'; see --help"
+        assert complaint("--run_name") == "Missing value for argument '--run_name'. Expected 1 values; see --help"
 
 
 def test_numbers_have_bounds(monkeypatch):
