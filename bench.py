@@ -23,7 +23,6 @@ from data.loader import make_batch
 from data.tokenizer import END_OF_TEXT
 from measure.energy import mj_per_token, read_joules
 from measure.memory_parts import describe_memory, memory_of_step
-from optimizations import refuse_unavailable_flags
 from parallel import place, process_group
 from parallel.memory import free_memory, less_memory
 from train_gpt2 import build, train_step
@@ -68,8 +67,7 @@ def main():
 def time_steps(config, distributed, typed):
     # a warm-up would keep the weights near their random start, where the same kernels draw more power and so are slower
     config = replace(config, warmup_steps=0, lr_schedule="constant", hellaswag_every=0)
-    config, notes = resolve(config, distributed, free_memory(distributed))
-    refuse_unavailable_flags(typed, notes)
+    config, notes = resolve(config, distributed, free_memory(distributed), typed=typed)
     for line in note_lines(notes) if distributed.is_main else ():
         print(f"note       {line}")
     trainer = build(config, distributed)

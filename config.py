@@ -13,8 +13,9 @@ from common import flag_file
 from common.cli import check_bounds, flag, given, parse
 from common.errors import Note, UserError
 from common.peer_flags import HINTS
+from model import GPTConfig
 from optim import recipes, schedules
-from optimizations import SWITCHES, turn_off_unavailable
+from optimizations import SWITCHES, model_switches, refuse_unavailable_flags, turn_off_unavailable
 from parallel import place
 
 # layers, heads, width (Radford et al. 2019, table 2; heads as in OpenAI's released weights)
@@ -258,17 +259,17 @@ def command_line(config):
 # How flags fit together
 
 
-def resolve(config, distributed, free_memory=None, pretrained=None, resumed=None, step=0):
+def resolve(config, distributed, free_memory=None, start=None, typed=None):
     """Fill in the flags that depend on the device or on other flags, and check all of them.
 
-    free_memory: bytes, from parallel.memory. pretrained: the GPTConfig of the weights to start from. resumed: the
-    checkpoint that training continues from, at step `step`. Returns the complete Config, and Notes of what was chosen
-    or changed. Raises UserError for flags that contradict each other.
+    free_memory: bytes, from parallel.memory. start: a checkpoints.resume.Start, or None for random weights at step 0.
+    typed: the flags on the command line, {name: value}. Returns the complete Config, and Notes of what was chosen or changed. Raises
+    UserError for flags that contradict each other, and for a typed one that is unavailable here.
     """
     check_bounds(config)
-    check_traced_steps(config, step, distributed.device)
+    check_traced_steps(config, start.step if start else 0, distributed.device)
     new = dataclasses.replace(config)
-    set_sizes(new, pretrained, resumed)
+    set_sizes(new, start)
     if new.device == "auto":
         new.device = distributed.device.type
     if not new.flash and new.attention not in ("auto", "written_out"):
@@ -283,7 +284,14 @@ def resolve(config, distributed, free_memory=None, pretrained=None, resumed=None
     schedules.check_flags(new, distributed, notes)
     if new.hellaswag_data and not new.hellaswag_every:
         notes.append(Note("hellaswag_data", new.hellaswag_data, "it is not evaluated, since hellaswag_every is 0"))
+    refuse_unavailable_flags(typed or {}, notes)
     return new, notes
+
+
+def gpt_config(config, weights=None):
+    """The GPTConfig of a resolved Config; weights: that of the weights to start from, which sets the sizes."""
+    sizes = weights or GPTConfig(config.seq_len, n_layer=config.n_layer, n_head=config.n_head, n_embd=config.n_embd)
+    return dataclasses.replace(sizes, pad_to=place.rows_of_table(config), **model_switches(config))
 
 
 def check_traced_steps(config, step, device):
@@ -302,8 +310,9 @@ def check_traced_steps(config, step, device):
             raise UserError(f"--{interval} {every} falls among the steps that --{name} traces: use --{interval} 0")
 
 
-def set_sizes(config, pretrained, resumed):
+def set_sizes(config, start):
     """Set the model's sizes, in place. Raises UserError if flags contradict them."""
+    pretrained, resumed = (start.sizes, start.resumed) if start else (None, None)
     sizes = ("n_layer", "n_head", "n_embd")
     if config.init_from != "scratch":
         named = (0, 0, 0) if config.demo or config.model == "gpt2" else SIZES[config.model]

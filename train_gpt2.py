@@ -13,7 +13,7 @@ import common.interrupt  # first: Ctrl-C during the other imports
 import math
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -22,17 +22,17 @@ from checkpoints.checkpointer import MAX_BAD_STEPS, Checkpointer
 from common.device import be_deterministic
 from common.errors import out_of_memory, run
 from common.signals import Stopped, StopSignal
-from config import Config, read_command_line, resolve
+from config import Config, gpt_config, read_command_line, resolve
 from data.loader import Loader, TokenStream, open_streams
 from evaluation import evaluate_if_due
 from hellaswag import MultipleChoice, choice_in_training
 from kernels.attention import limit_sdpa
 from kernels.compile import compile_model
-from model import GPT, GPTConfig
+from model import GPT
 from optim.optimizer import make_optimizer, update_if_finite
 from optim.schedules import accumulation_steps, set_learning_rates
-from optimizations import model_switches, plan_switches, refuse_unavailable_flags, saved_operators
-from parallel import activation_checkpointing, ddp, gradients, memory, pipeline, place, process_group
+from optimizations import plan_switches, saved_operators
+from parallel import activation_checkpointing, gradients, memory, pipeline, place, process_group
 from watch import hang, plan, trace
 from watch.hardware import flops_per_token
 from watch.ranks import RankMonitor
@@ -40,7 +40,7 @@ from watch.run_log import RunLog
 
 
 def main():
-    if any(argument.partition("=")[0] == "--ladder" for argument in sys.argv):
+    if "--ladder" in sys.argv:
         from ladder import main as climb  # measures, and has more flags: no run imports it
 
         return climb()
@@ -49,9 +49,6 @@ def main():
     with out_of_memory(memory.less_memory()):
         train(flags, distributed, typed)
     process_group.stop()
-
-
-# ---- Build
 
 
 @dataclass
@@ -84,9 +81,8 @@ def build(config, distributed, weights=None, sizes=None):
     limit_sdpa(config.attention)
 
     torch.manual_seed(config.seed)
-    sizes = sizes or GPTConfig(config.seq_len, n_layer=config.n_layer, n_head=config.n_head, n_embd=config.n_embd)
     with torch.device("meta"):  # shapes only: one rank may not have memory for all weights
-        model = GPT(replace(sizes, pad_to=place.rows_of_table(config), **model_switches(config)))
+        model = GPT(gpt_config(config, sizes))
     # activation_checkpointing: less memory, for up to a third more computation
     activation_checkpointing.checkpoint_activations(model, config.activation_checkpointing, saved_operators())
     # parallel: a rank holds the whole model with ddp, a shard of it with zero2, zero3 and hsdp, a part with tensor
@@ -96,7 +92,7 @@ def build(config, distributed, weights=None, sizes=None):
     # tuned_gemms: GEMMs by the fastest of cuBLASLt's algorithms. A Pipeline compiles its stage itself.
     forward = compile_model(model, config) if config.pipeline == 1 else model
     # ddp: each rank has all weights and a share of the batch; the last backward averages gradients over the ranks
-    train_forward = ddp.wrap_ddp(forward, config, distributed)
+    train_forward = gradients.wrap_ddp(forward, config, distributed)
     optimizer = make_optimizer(model, config)
     # fp8: the blocks' GEMMs in 8 bits, at twice the rate, each tensor with a scale from its amax
     if config.fp8:
@@ -111,14 +107,10 @@ def build(config, distributed, weights=None, sizes=None):
     )
 
 
-# ---- One step
-
-
 def accumulate(trainer, next_batch, micro_steps, stop):
     """Forward and backward over a step's micro-batches: gradients accumulate. Returns the mean loss, () float32.
 
-    Raises Stopped when there is one rank and a signal arrives between micro-batches. Several ranks finish the step.
-    """
+    Raises Stopped where a signal arrives between micro-batches of one rank; several ranks finish the step."""
     loss_sum = torch.zeros((), device=trainer.distributed.device)
     for micro_step in range(micro_steps):
         last = micro_step == micro_steps - 1
@@ -142,7 +134,6 @@ class StepResult:
     tokens: int
     finite: bool  # whether loss and gradient norm are; with fp16 only the loss counts while its scale is 1 or more
     loss_scale: float | None  # fp16's
-    stop: bool  # some rank has received a stop signal
     seconds: float  # of the whole step, data loading included
     own_ms: list  # each rank's own time in the step before, see watch/ranks.py
 
@@ -150,8 +141,7 @@ class StepResult:
 def train_step(trainer, step, next_batch, stop):
     """Forward and backward over the micro-batches of step `step`, clip, update: a StepResult.
 
-    next_batch: Loader.next_batch. stop: a StopSignal. Raises Stopped as accumulate: no weight has changed.
-    """
+    next_batch: Loader.next_batch. stop: a StopSignal. Raises Stopped as accumulate: no weight has changed."""
     trainer.monitor.start_step()
     config, distributed, scaler = trainer.config, trainer.distributed, trainer.scaler
     micro_steps = accumulation_steps(step, config, distributed.data_size)
@@ -164,14 +154,12 @@ def train_step(trainer, step, next_batch, stop):
     update_if_finite(trainer.optimizer, scaler, own_norm)
     gradients.zero(trainer)
     loss, norm, stops, *own_ms = all_reduced()  # waits for the all-reduce, not for the update: the GPU stays busy
+    stop.agreed = stops > 0
     scale = scaler.get_scale() if scaler.is_enabled() else None
     # fp16: GradScaler skips an update that overflows and halves its scale, which is normal until the scale is below 1
     finite = math.isfinite(loss if scale and scale >= 1 else loss + norm)
     tokens = micro_steps * config.micro_batch_size * config.seq_len * distributed.data_size
-    return StepResult(lr, loss, norm, tokens, finite, scale, stops > 0, trainer.monitor.end_step(), own_ms)
-
-
-# ---- Training
+    return StepResult(lr, loss, norm, tokens, finite, scale, trainer.monitor.end_step(), own_ms)
 
 
 @dataclass
@@ -192,15 +180,12 @@ class Run:
 def train(flags, distributed, typed):
     """Train as a Config says. typed: the flags on the command line; one that is unavailable here is an error."""
     start = resume.find_start(flags, distributed)
-    free = memory.free_memory(distributed)
-    config, notes = resolve(flags, distributed, free, start.sizes, start.resumed, start.step)
-    refuse_unavailable_flags(typed, notes)
+    config, notes = resolve(flags, distributed, memory.free_memory(distributed), start, typed)
     notes += resume.changed_flags(start, config, distributed.world_size)
     train_stream, val_stream, data = open_streams(config, distributed)
     resume.check_data(start, config, data)
     hellaswag = choice_in_training(config)
-    ranks = (distributed.device, distributed.data_rank, distributed.data_size)
-    loader = Loader(train_stream, config.micro_batch_size, config.seq_len, *ranks)
+    loader = Loader(train_stream, config.micro_batch_size, config.seq_len, distributed)
     trainer = build(config, distributed, start.weights, start.sizes)
     if start.resumed:
         resume.restore(start, trainer.model, trainer.optimizer, trainer.scaler, loader, distributed)
@@ -235,7 +220,6 @@ def loop(run, tracer):
             stop.agreed = True
             continue
         stop.listen()  # from now on: finish the micro-batch (several ranks: the step), save, stop
-        stop.agreed = result.stop
         run.tokens += result.tokens
         bad_steps = 0 if result.finite else bad_steps + 1
         if log:

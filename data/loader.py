@@ -151,12 +151,12 @@ class Loader:
 
     PREFETCH = 4  # micro-batches
 
-    def __init__(self, stream, micro_batch_size, seq_len, device, rank=0, data_size=1):
+    def __init__(self, stream, micro_batch_size, seq_len, distributed):
+        """distributed: parallel.process_group.Distributed."""
         self.stream = stream
         self.shape = (micro_batch_size, seq_len)
-        self.device = torch.device(device)
-        self.rank = rank
-        self.data_size = data_size
+        self.device = device = distributed.device
+        self.rank, self.data_size = distributed.data_rank, distributed.data_size
         self.position = 0  # tokens of the stream that all ranks together have received
         # the thread allocates pinned memory, which belongs to the thread's current GPU: this rank's, not GPU 0
         on_gpu = dict(initializer=torch.cuda.set_device, initargs=(device,)) if self.device.type == "cuda" else {}

@@ -1,5 +1,6 @@
 import sys
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -22,7 +23,9 @@ DEMO = Config(**recipes.DEMO)
 def resolved(world_size=1, device="cpu", machine=None, **flags):
     """(the Config, its notes as text)"""
     distributed = Distributed(0, world_size, torch.device(device), ranks_of_machine=machine or world_size)
-    config, notes = resolve(Config(**flags), distributed, None, GPTConfig())
+    config, notes = resolve(
+        Config(**flags), distributed, None, SimpleNamespace(sizes=GPTConfig(), resumed=None, step=0)
+    )
     return config, "\n".join(map(str, notes))
 
 

@@ -4,12 +4,15 @@ from collections import Counter
 import numpy as np
 import pytest
 import torch
-from conftest import write_corpus
+from conftest import ALONE, write_corpus
 
 from common.errors import UserError
 from data.loader import Loader, TokenStream
 from data.shards import open_shards
 from data.tokenizer import END_OF_TEXT
+from parallel.process_group import Distributed
+
+CPU = torch.device("cpu")
 
 
 def split_documents(tokens):
@@ -86,7 +89,7 @@ def test_a_token_outside_the_vocabulary_is_an_error(tmp_path):
 def test_a_shard_that_is_truncated_while_it_is_read_is_an_error(corpus, rank, shuffle):
     """On every rank, by way of the thread that reads ahead; a memory map would end the process with SIGBUS."""
     stream = TokenStream(open_shards(corpus, "train"), shuffle=shuffle)
-    loader = Loader(stream, 2, 16, "cpu", rank, data_size=2)
+    loader = Loader(stream, 2, 16, Distributed(rank, 2, CPU))
     if not shuffle:
         loader.next_batch()  # the window is indexed
     for shard in stream.shards:
@@ -99,7 +102,7 @@ def test_a_shard_that_is_truncated_while_it_is_read_is_an_error(corpus, rank, sh
 def collect(corpus, micro_batch_size, world_size, steps, start=None):
     """Inputs and targets of some steps of 24 sequences, in global order over all ranks, and the state after them."""
     stream = TokenStream(open_shards(corpus, "train"), seed=1, shuffle=True)
-    loaders = [Loader(stream, micro_batch_size, 16, "cpu", rank, world_size) for rank in range(world_size)]
+    loaders = [Loader(stream, micro_batch_size, 16, Distributed(rank, world_size, CPU)) for rank in range(world_size)]
     for loader in loaders:
         if start:
             loader.restore(start)
@@ -136,20 +139,20 @@ def test_a_restored_loader_continues(corpus):
 
 @pytest.mark.parametrize("change", [dict(seed=2), dict(shuffle=False)])
 def test_the_state_of_another_order_is_rejected(corpus, change):
-    loader = Loader(TokenStream(open_shards(corpus, "train"), seed=1, shuffle=True), 2, 16, "cpu")
+    loader = Loader(TokenStream(open_shards(corpus, "train"), seed=1, shuffle=True), 2, 16, ALONE)
     with pytest.raises(UserError, match="belongs to another order of the data"):
         loader.restore(loader.state() | change)
 
 
 def test_an_error_in_the_thread_reaches_next_batch(corpus, monkeypatch):
-    loader = Loader(TokenStream(open_shards(corpus, "train")), 2, 16, "cpu")
+    loader = Loader(TokenStream(open_shards(corpus, "train")), 2, 16, ALONE)
     monkeypatch.setattr(loader.stream, "read", lambda *_: (_ for _ in ()).throw(OSError("the disk is gone")))
     with pytest.raises(OSError, match="the disk is gone"):
         loader.next_batch()
 
 
 def test_offsets_of_the_documents_in_each_micro_batch(corpus):
-    loader = Loader(TokenStream(open_shards(corpus, "train"), seed=1, shuffle=True), 4, 16, "cpu")
+    loader = Loader(TokenStream(open_shards(corpus, "train"), seed=1, shuffle=True), 4, 16, ALONE)
     for _ in range(3):
         x, _, offsets = loader.next_batch()
         starts = [i for i, token in enumerate(x.flatten().tolist()) if token == END_OF_TEXT or i % 16 == 0]
