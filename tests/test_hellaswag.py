@@ -118,7 +118,7 @@ def test_the_command_and_its_errors(call_main, tmp_path):
     assert done.returncode == 0 and done.stdout.count("5 items: acc ") == 2, done.stderr
     assert "GPT-3 125M" in done.stdout  # the reference, for HellaSwag alone
     expect_error(call_main("hellaswag.py", tmp_path, "--data", "nothing.jsonl", "--device", "cpu"), "nothing.jsonl")
-    expect_error(call_main("hellaswag.py", tmp_path, "--data", good, "--limit", 0), "--batch_tokens and --limit")
+    expect_error(call_main("hellaswag.py", tmp_path, "--data", good, "--limit", 0), "--limit 0: it must be at least 1")
     expect_error(
         call_main("hellaswag.py", "nothing/here/x", "--data", good, "--device", "cpu"), "nothing/here/x", "gpt2"
     )
