@@ -263,8 +263,8 @@ def resolve(config, distributed, free_memory=None, start=None, typed=None):
     """Fill in the flags that depend on the device or on other flags, and check all of them.
 
     free_memory: bytes, from parallel.memory. start: a checkpoints.resume.Start, or None for random weights at step 0.
-    typed: the flags on the command line, {name: value}. Returns the complete Config, and Notes of what was chosen or changed. Raises
-    UserError for flags that contradict each other, and for a typed one that is unavailable here.
+    typed: the flags on the command line, {name: value}. Returns the complete Config, and Notes of what was chosen or
+    changed. Raises UserError for flags that contradict each other, and for a typed one that is unavailable here.
     """
     check_bounds(config)
     check_traced_steps(config, start.step if start else 0, distributed.device)

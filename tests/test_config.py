@@ -51,7 +51,7 @@ def test_sizes_follow_the_model_and_give_way_to_their_own_flags():
     config, _ = resolved(model="gpt2-xl", n_layer=2)
     assert (config.n_layer, config.n_head, config.n_embd) == (2, 25, 1600)
     config = Config(demo=True, model="tiny", init_from="x", seq_len=64)  # the demo's model is not a flag that was given
-    set_sizes(config, GPTConfig(64, n_layer=1, n_head=2, n_embd=32), None)
+    set_sizes(config, SimpleNamespace(sizes=GPTConfig(64, n_layer=1, n_head=2, n_embd=32), resumed=None))
     assert (config.n_layer, config.n_head, config.n_embd) == (1, 2, 32)
 
 
