@@ -127,7 +127,9 @@ def update_if_finite(optimizer, scaler, norm):
     elif optimizer.defaults.get("fused"):
         optimizer.found_inf = (~finite).float()
         optimizer.step()
-    elif finite:
+    else:
+        if not finite:
+            optimizer.zero_grad()  # to None: step() leaves a parameter without a gradient as it is
         optimizer.step()
 
 

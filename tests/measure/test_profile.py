@@ -75,9 +75,9 @@ def test_categories(name, category):
 
 def test_a_profiled_run(train):
     run = train("profile", "--profile", 2, "--max_steps", 7)
-    profile = json.loads((run / "profile.json").read_text())
-    shares = {category: row["share"] for category, row in profile["kinds"].items()}
-    assert profile["steps"] == 2 and sum(shares.values()) == pytest.approx(1)
+    found = json.loads((run / "profile.json").read_text())
+    shares = {category: row["share"] for category, row in found["kinds"].items()}
+    assert found["steps"] == 2 and sum(shares.values()) == pytest.approx(1)
     # the head's GEMMs over 50,304 columns and its softmax take most of the time of so small a model
     assert {"matrix products", "loss", "attention", "normalization", "optimizer", "element-wise"} < shares.keys()
     assert shares["matrix products"] + shares["loss"] > 0.3 and all(share > -0.01 for share in shares.values())
