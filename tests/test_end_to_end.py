@@ -137,16 +137,17 @@ import time
 import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 import train_gpt2
+from parallel import gradients
 count = 0
 def hook(group, bucket):
     global count
     count += bucket.is_last()
     return allreduce_hook(group, bucket)
-def wrap(*args, wrap=train_gpt2.wrap_ddp):
+def wrap(*args, wrap=gradients.wrap_ddp):
     ddp = wrap(*args)
     ddp.register_comm_hook(None, hook)
     return ddp
-train_gpt2.wrap_ddp = wrap
+gradients.wrap_ddp = wrap
 train_gpt2.main()
 def gloo_threads():
     for task in os.listdir("/proc/self/task"):

@@ -66,5 +66,5 @@ def test_lm_eval_computes_the_same_accuracy(command, tmp_path):
         device="cpu",
         bootstrap_iters=0,
     )
-    acc, _ = MultipleChoice(items, 64, 1000).evaluate(lambda x, y, _, at: model(x, y, reduction="none", at=at), ALONE)
+    acc, _ = MultipleChoice(items, 64, 1000).evaluate(lambda batch, at: model(*batch, reduction="none", at=at), ALONE)
     assert results["results"]["multiple_choice"]["acc,none"] == pytest.approx(acc) and 0 < acc < 1
