@@ -12,7 +12,6 @@ from checkpoints.run_folder import flags_file_of
 from common import flag_file
 from common.cli import check_bounds, flag, given, parse
 from common.errors import Note, UserError
-from common.peer_flags import HINTS
 from model import GPTConfig
 from optim import recipes, schedules
 from optimizations import SWITCHES, model_switches, refuse_unavailable_flags, turn_off_unavailable
@@ -215,7 +214,7 @@ class Config(*reversed(GROUPS)):
 
 def read_command_line(flags_type=Config, **implied):
     """(flags, typed): an instance of flags_type, a Config; the flags that are on the command line, {name: value}."""
-    typed = given(flags_type, HINTS)
+    typed = given(flags_type, flag_file.HINTS)
     return parse(flags_type, flags_type(**vars(defaults(typed | implied)))), typed
 
 
@@ -229,7 +228,7 @@ def defaults(typed):
     in_files = {}
     for path in (flags_file_of(typed), typed.get("config")):
         if path:
-            in_files |= flag_file.read(path, Config, HINTS)
+            in_files |= flag_file.read(path, Config)
     chosen = in_files | typed
     if typed.get("ladder") and not {"data_dir", "device", "model", "init_from"} & chosen.keys():
         chosen["demo"] = chosen.get("demo") or not torch.cuda.is_available()

@@ -14,7 +14,6 @@ import contextlib
 import glob
 import itertools
 import os
-import re
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,17 +23,16 @@ from tqdm import tqdm
 
 from common.cli import flag, parse, python_command
 from common.errors import UserError, first_line, run
-from common.files import digest, regular_file
+from common.files import regular_file
 from common.hub import check_hub, hub_errors
 from data.documents import FORMATS, reading, suffix, tokenize_files
 from data.shard_folder import ShardFolder, split_into_shards
-from data.shards import FINEWEB, FINEWEB_EDU, MANIFEST, SUFFIXES, open_shard, read_manifest
+from data.shards import FINEWEB, FINEWEB_EDU
 from data.tokenizer import get_tokenizer
 
 REPOSITORIES = {"fineweb-edu": FINEWEB_EDU, "fineweb": FINEWEB}
 FOLDERS = {"fineweb-edu": "edu_fineweb10B", "fineweb": "fineweb10B", "auto": "my_data"}
 SHARD_SIZE = 100_000_000  # tokens; build-nanogpt's
-CHUNK = 2**20  # tokens that are read at a time from token files
 MIN_SHARDS = 10  # a corpus with fewer shards of SHARD_SIZE is cut into ten, so validation gets about a tenth
 MIN_VALIDATION = 1025  # tokens, where there are enough: a sequence of 1,024 and its last target
 SUBSET_TOKENS = {"sample-10BT": 10e9, "sample-100BT": 100e9, "sample-350BT": 350e9}  # total of the progress bar
@@ -52,7 +50,7 @@ class Flags:
     """
 
     input: str | None = None
-    """Local files: .txt or .jsonl (also .gz, .zst), .parquet, .npy or .bin; quote a pattern. See docs/running.md."""
+    """Local files: .txt or .jsonl (also .gz, .zst) or .parquet; quote a pattern. See docs/running.md."""
     dataset: Literal["auto", "fineweb-edu", "fineweb"] = "auto"
     """Dataset on the hub, or what the files of --input hold. auto: fineweb-edu, or with --input your own text."""
     subset: str = "sample-10BT"
@@ -85,13 +83,9 @@ def find_source(flags, revision=None):
         urls = find_on_hub(repository, flags.subset, revision or flags.revision)
         commit = urls[0].partition("@")[2].partition("/")[0]
         return urls, dict(dataset=repository, subset=flags.subset, revision=commit)
-    paths = sorted(map(Path, find_input(flags.input)), key=lambda path: (shard_order(path), path))
-    if unknown := [path for path in paths if suffix(path) not in (*FORMATS, *SUFFIXES)]:
-        raise UserError(f"{unknown[0]}: --input takes .txt and .jsonl (also with .gz or .zst), .parquet, .npy and .bin")
-    if len({suffix(path) in SUFFIXES for path in paths}) > 1:
-        raise UserError(f"--input {flags.input}: give files of tokens (.npy, .bin) or files of text, not both")
-    if manifest := manifest_of(paths):
-        return paths, manifest["source"]
+    paths = sorted(map(Path, find_input(flags.input)))
+    if unknown := [path for path in paths if suffix(path) not in FORMATS]:
+        raise UserError(f"{unknown[0]}: --input takes .txt and .jsonl (also with .gz or .zst), and .parquet")
     files = []
     for path in paths:
         with reading(path):
@@ -117,36 +111,6 @@ def find_on_hub(repository, subset, revision):
         raise UserError(
             f"cannot read {repository} {subset} from the hub: {first_line(error)}; --input takes local files"
         ) from error
-
-
-def shard_order(path):
-    """Sort key of a token file: all numbers in its name. Other files sort by name alone."""
-    return [int(digits) for digits in re.findall(r"\d+", path.name)] if path.suffix in SUFFIXES else []
-
-
-def manifest_of(paths):
-    """The manifest of the token files `paths`, or None. Raises UserError if it lists other files."""
-    path = paths[0].parent / MANIFEST
-    if paths[0].suffix != ".npy" or not path.exists():
-        return None
-    manifest = read_manifest(path)
-    if wrong := {shard["name"] for shard in manifest["shards"]} ^ {path.name for path in paths}:
-        raise UserError(f"{min(wrong)} is missing from --input, or from {path}")
-    return manifest
-
-
-def read_token_files(paths, state):
-    """Yield chunks of at most CHUNK tokens of token files from `state` on. Raises UserError for a damaged file."""
-    manifest = manifest_of(paths)
-    expected = {shard["name"]: shard["sha256"] for shard in manifest["shards"]} if manifest else {}
-    state = tuple(state or (0, 0))
-    for i, path in enumerate(paths[state[0] :], state[0]):
-        shard = open_shard(path)
-        if path.name in expected and digest(path) != expected[path.name]:
-            raise UserError(f"{path} is damaged: its SHA-256 is not the one in its manifest; copy or make it again")
-        for start in range(0, len(shard), CHUNK):
-            if (i, start) >= state:
-                yield (i, start), shard[start : start + CHUNK]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -240,8 +204,6 @@ def start_or_continue(folder, flags):
 
 def open_chunks(paths, state, flags):
     """A generator of chunks from `state` on, and the total number of tokens, None if unknown."""
-    if suffix(paths[0]) in SUFFIXES:
-        return read_token_files(paths, state), sum(path.stat().st_size for path in paths) // 2
     get_tokenizer()  # fails here with a clear error, not in every worker
     total = None if flags.input else SUBSET_TOKENS.get(flags.subset)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()

@@ -20,11 +20,9 @@ import torch
 import tyro
 
 from checkpoints.load import load_model, locate
-from common.cli import flag, parse
+from common.cli import flag, parse, progress
 from common.errors import UserError, first_line, out_of_memory, run
 from common.files import check_fields, open_regular, parse_json
-from common.hub import check_hub, hub_errors
-from common.progress import progress
 from data.loader import make_batch
 from data.tokenizer import get_tokenizer
 from parallel import process_group
@@ -44,6 +42,8 @@ def load_items(path=None, limit=None):
     limit: at most this many, evenly spread: HellaSwag begins with its shortest third, captions of videos.
     Raises UserError if the items cannot be read or are something else.
     """
+    from common.hub import check_hub, hub_errors
+
     source = "HellaSwag from the hub" if path is None else path
     try:
         if path is None:

@@ -17,9 +17,8 @@ import torch.nn.functional as F
 import tyro
 
 from checkpoints.load import load_model
-from common.cli import flag, parse
+from common.cli import flag, parse, progress
 from common.errors import UserError, out_of_memory, run
-from common.progress import progress
 from common.signals import Stopped
 from data.tokenizer import END_OF_TEXT, get_tokenizer
 from parallel import process_group

@@ -12,11 +12,10 @@ from torch.nn.utils import get_total_norm
 from checkpoints.pieces import has_dtensors
 from checkpoints.run_folder import checkpoints_of, step_of
 from checkpoints.save import snapshot, write
-from common.cli import python_command
+from common.cli import print_over_bar, python_command
 from common.dtensors import full_tensor
 from common.errors import UserError
 from common.files import is_disk_full
-from common.progress import print_over_bar
 
 MAX_BAD_STEPS = 10  # in a row, with a loss or gradient norm that is not finite: the run stops
 

@@ -5,7 +5,6 @@ nanoGPT computes the exact GELU; this model its tanh approximation, as OpenAI's 
 
 import pickle
 import zipfile
-from pathlib import Path
 
 import torch
 
@@ -15,10 +14,6 @@ from data.tokenizer import VOCAB_SIZE
 
 class Sizes:
     """Stand-in for build-nanogpt's GPTConfig, which is pickled with the weights; it only holds attributes."""
-
-
-def is_torch_file(name):
-    return Path(name).suffix in (".pt", ".pth")
 
 
 def load(path):

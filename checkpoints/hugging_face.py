@@ -8,7 +8,6 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 
 from common.files import read_json
-from common.hub import find_file
 from model import GPTConfig
 
 WEIGHTS = "model.safetensors"
@@ -32,6 +31,8 @@ def read_config(name):
 
     Raises OSError when it cannot be read or downloaded, ValueError when it is not a GPT-2.
     """
+    from common.hub import find_file  # no resumed run needs it before
+
     sizes = read_json(find_file(name, "config.json"))
     for option, value in OPTIONS.items():
         if sizes.get(option, value) != value:

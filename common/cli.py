@@ -1,4 +1,4 @@
-"""The command line: flags from a dataclass, and commands to type."""
+"""The command line: flags from a dataclass, commands to type, and progress."""
 
 import contextlib
 import dataclasses
@@ -7,11 +7,14 @@ import io
 import itertools
 import math
 import operator
+import os
 import shlex
 import shutil
 import sys
 import typing
 from pathlib import Path
+
+from tqdm import tqdm
 
 from common.errors import UserError
 
@@ -171,3 +174,22 @@ def from_here(path):
     """A path as it is typed in the current folder: relative if it lies below."""
     path, here = Path(path), Path.cwd()
     return path.relative_to(here) if path.is_relative_to(here) else path
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Progress
+
+
+def progress(iterable, title, total=None):
+    """Iterate with a progress bar on standard error, which appears after two seconds and is erased at the end.
+
+    Only rank 0 shows it, and only on a terminal.
+    """
+    disable = None if os.environ.get("RANK", "0") == "0" else True  # None: unless it is a terminal
+    return tqdm(iterable, title, total, leave=False, delay=2, disable=disable)
+
+
+def print_over_bar(line):
+    """Print a line in one write, so that it does not mix with another thread's, in the place of a progress bar."""
+    erase = "\r\033[K" if sys.stdout.isatty() else ""
+    print(f"{erase}{line}\n", end="")

@@ -1,4 +1,4 @@
-"""Flags in a YAML file: --config reads one, and every run writes its own."""
+"""Flags in a YAML file: --config reads one, and every run writes its own; flags of older versions and of others."""
 
 import dataclasses
 
@@ -7,6 +7,47 @@ import yaml
 from common.cli import given
 from common.errors import UserError, first_line
 from common.files import atomic_write, open_regular
+
+# What to use in place of flags that do not exist here: nanoGPT's and build-nanogpt's names, and former names
+HINTS = {
+    # commands of their own, and flags of one of them
+    "sweep": "run python -m measure.sweep FLAG=VALUE,VALUE ...",
+    "to_loss": "run python -m measure.to_loss",
+    "plan": "run python -m measure.plan",
+    "rungs": "it chooses rungs of the ladder: add --ladder",
+    "ladder_steps": "it is for the ladder: add --ladder",
+    # nanoGPT and build-nanogpt
+    "batch_size": "use --micro_batch_size (sequences on a device) or --total_batch_size (tokens in a step)",
+    "B": "use --micro_batch_size",
+    "gradient_accumulation_steps": "use --total_batch_size, the tokens in a step",
+    "block_size": "use --seq_len",
+    "T": "use --seq_len",
+    "dropout": "GPT-2 is trained without dropout here",
+    "bias": "every linear layer has a bias, as in OpenAI's GPT-2",
+    "learning_rate": "use --lr",
+    "max_lr": "use --lr",
+    "min_lr": "use --min_lr_ratio, a fraction of --lr",
+    "decay_lr": "use --lr_schedule constant",
+    "lr_decay_iters": "the learning rate decays until --max_steps",
+    "warmup_iters": "use --warmup_steps",
+    "max_iters": "use --max_steps",
+    "dtype": "use --autocast bf16, fp16 or off",
+    "backend": "it is NCCL on GPUs and gloo elsewhere",
+    "dataset": "use --data_dir, a folder of shards that fineweb.py wrote",
+    "eval_interval": "use --val_every",
+    "eval_iters": "use --val_tokens",
+    "eval_only": "evaluate a checkpoint with hellaswag.py",
+    "always_save_checkpoint": "use --checkpoint_every",
+    "out_dir": "use --log_dir",
+    "log_interval": "every step prints and logs a line",
+    "wandb_log": "use --wandb online or offline",
+    "wandb_run_name": "use --run_name",
+    # former names
+    "attention_backend": "use --attention",
+    "packed_qkv": "use --attention",
+    "flash4_backward": "use --attention",
+    "adamw_states": "use --optimizer adamw_8bit",
+}
 
 # Flags that are in the files of older versions' runs, each with the value that changes nothing; None: none does
 FORMER = {
@@ -23,8 +64,8 @@ FORMER = {
 }
 
 
-def read(path, flags_type, hints):
-    """The flags in a file: {name: value}; one without a value has its default. flags_type, hints: of common.cli.given.
+def read(path, flags_type):
+    """The flags in a file: {name: value}; one without a value has its default.
 
     Raises UserError if the file cannot be read, has flags that do not exist, or values that do not fit.
     """
@@ -48,7 +89,7 @@ def read(path, flags_type, hints):
         if not isinstance(text, str):
             raise UserError(f"{path}: {name} must be one value, not {text}")
     try:
-        return given(flags_type, hints, [f"--{name}={text}" for name, text in content.items()])
+        return given(flags_type, HINTS, [f"--{name}={text}" for name, text in content.items()])
     except UserError as error:
         raise UserError(f"{path}: {error}") from error
 

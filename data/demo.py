@@ -8,9 +8,9 @@ import hashlib
 import sysconfig
 from pathlib import Path
 
+from common.cli import progress
 from common.errors import UserError
 from common.files import lock
-from common.progress import progress
 from data.shards import list_shards, write_shard
 from data.tokenizer import tokenize
 

@@ -8,7 +8,6 @@ import numpy as np
 import torch
 
 from common.errors import UserError
-from data.demo import make_data
 from data.shards import identity, open_shards
 from data.tokenizer import END_OF_TEXT
 from kernels.documents import find_offsets, move_offsets
@@ -124,6 +123,8 @@ def open_streams(config, distributed):
     Raises UserError if it has too few tokens for one step, or for one validation sequence.
     """
     if config.demo:
+        from data.demo import make_data
+
         distributed.on_main(lambda: make_data(config.data_dir))
     train = TokenStream(open_shards(config.data_dir, "train"), config.seed, config.shuffle)
     val = TokenStream(open_shards(config.data_dir, "val"))

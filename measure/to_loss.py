@@ -19,7 +19,7 @@ from tqdm import tqdm
 from common.cli import flag, given, parse
 from common.device import choose_device_type
 from common.errors import UserError, run
-from common.peer_flags import HINTS
+from common.flag_file import HINTS
 from config import GROUPS, SETTLING_STEPS, Config, command_line, defaults
 from measure import child_run, figures
 from measure.axes import read_recipe

@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 import torch.distributed.nn.functional  # before the group exists: its default arguments would keep the group alive
 
+from common.cli import progress
 from common.device import choose_device_type
 from common.errors import UserError, first_line
-from common.progress import progress
 from common.signals import Stopped
 
 

@@ -22,8 +22,7 @@ import torch
 import torch.distributed as dist
 
 from checkpoints.run_folder import unused_name
-from common.cli import ROOT
-from common.progress import print_over_bar
+from common.cli import ROOT, print_over_bar
 
 LIMIT = 480  # seconds without a new collective. NCCL's timeout is 30 minutes in the default group, 10 in others.
 ANSWER = 10  # seconds that a rank has to answer an alert

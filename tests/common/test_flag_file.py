@@ -6,14 +6,13 @@ import pytest
 
 from common import flag_file
 from common.errors import UserError
-from common.peer_flags import HINTS
 from config import GROUPS, Config, chosen_flags, defaults
 from optim import recipes
 
 
 def read(path, text):
     path.write_text(text)
-    return flag_file.read(path, Config, HINTS)
+    return flag_file.read(path, Config)
 
 
 def test_what_is_written_is_read(tmp_path):
@@ -22,7 +21,7 @@ def test_what_is_written_is_read(tmp_path):
     text = (tmp_path / "flags.yaml").read_text()
     assert text.index("# basic") < text.index("# precision and speed") and "run_name" not in text
     assert len(text.splitlines()) == 13  # no flag that has its default
-    read_back = Config(**flag_file.read(tmp_path / "flags.yaml", Config, HINTS))
+    read_back = Config(**flag_file.read(tmp_path / "flags.yaml", Config))
     assert read_back == dataclasses.replace(config, run_name=None)
 
 
