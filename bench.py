@@ -10,7 +10,6 @@ import common.interrupt  # first: Ctrl-C during the other imports
 import math
 import statistics
 from dataclasses import dataclass, replace
-from functools import partial
 
 import torch
 from tqdm import trange
@@ -22,7 +21,6 @@ from config import GROUPS, SETTLING_STEPS, Config, read_command_line, resolve
 from data.loader import make_batch
 from data.tokenizer import END_OF_TEXT
 from measure.energy import mj_per_token, read_joules
-from measure.memory_parts import describe_memory, memory_of_step
 from parallel import place, process_group
 from parallel.memory import free_memory, less_memory
 from train_gpt2 import build, train_step
@@ -75,7 +73,7 @@ def time_steps(config, distributed, typed):
     tokens = torch.randint(END_OF_TEXT, (B, T + 1))
     tokens[torch.rand(B, T + 1) < 1e-3] = END_OF_TEXT  # documents of 1,000 tokens, FineWeb-Edu's mean
     batch = make_batch(tokens[:, :-1], tokens[:, 1:], distributed.device)
-    results, parts = [], {}
+    results = []
     gpus = [distributed.device] if distributed.device.type == "cuda" else []
     steps = trange(
         SETTLING_STEPS + config.steps, unit="step", leave=False, disable=None if distributed.is_main else True
@@ -83,24 +81,19 @@ def time_steps(config, distributed, typed):
     common.interrupt.end_at_once()  # a KeyboardInterrupt during compilation may abort the process
     with out_of_memory(less_memory(B)):
         for step in steps:
-            run_step = partial(train_step, trainer, config.batch_warmup_steps + step, lambda: batch, StopSignal())
-            if step == SETTLING_STEPS - 2:  # compilation is over, and no step is timed yet
-                result, parts = memory_of_step(run_step, trainer.model, trainer.optimizer, config)
-            elif step == SETTLING_STEPS:
-                before, result = read_joules(gpus), run_step()
-            else:
-                result = run_step()
-            results.append(result)
+            if step == SETTLING_STEPS:
+                before = read_joules(gpus)
+            results.append(train_step(trainer, config.batch_warmup_steps + step, lambda: batch, StopSignal()))
     timed = results[SETTLING_STEPS:]
     mj = mj_per_token(before, read_joules(gpus), sum(result.tokens for result in timed))
     (mj,) = distributed.all_reduce(math.nan if mj is None else mj)
     if distributed.is_main:
-        report(trainer, results, mj, parts)
+        report(trainer, results, mj)
 
 
-def report(trainer, results, mj, parts):
+def report(trainer, results, mj):
     """Print the median rate. results: the StepResult of every step, warm-up included; mj: millijoules a token of all
-    GPUs, or NaN; parts: of memory_of_step."""
+    GPUs, or NaN."""
     config, distributed = trainer.config, trainer.distributed
     step = statistics.median(result.seconds for result in results[SETTLING_STEPS:])
     rate = results[-1].tokens / step
@@ -112,8 +105,6 @@ def report(trainer, results, mj, parts):
     print(f"{rate:,.0f} tokens/sec, {1000 * step:.2f} ms a step{share}, peak memory {memory:.2f} GB{energy}")
     devices = f"{distributed.world_size} × {environment(distributed.device)['hardware']}"
     devices += f", {place.describe(config, distributed)}" if distributed.world_size > 1 else ""
-    if parts:
-        print(describe_memory(memory, parts))
     print(f"first step {results[0].seconds:.1f} s; {devices}; PyTorch {torch.__version__}")
 
 

@@ -113,7 +113,7 @@ def climb(config, typed=()):
     done = [row for row in rows if row["status"] == "done"]
     if done:
         print(f"{done[-1]['tokens_per_sec'] / done[0]['tokens_per_sec']:.1f} × from {done[0]['rung']} to the last rung")
-    child_run.finish(config, results, rows)
+    child_run.finish(results, rows)
 
 
 def choose_rungs(text, devices, config):

@@ -17,7 +17,6 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from tqdm import tqdm
 
 from common.cli import flag, parse
 from common.device import missing_package
@@ -25,12 +24,17 @@ from common.errors import UserError, first_line, is_out_of_memory, run
 from kernels import flash4
 from kernels.attention import PACKED, packed_qkv
 from kernels.documents import NO_BOUNDARIES, Documents, document_attention, find_hidden, find_offsets
-from measure import figures, roofline
-from measure.child_run import OUT_OF_MEMORY
-from measure.results import Results
-from measure.tables import align, markdown_table
-from measure.timing import TimingFlags, dtype_of_activations, forward_and_backward
-from model import GPTConfig, causal_attention
+from measure.timing import (
+    KernelFlags,
+    default_tokens,
+    dtype_of_activations,
+    forward_and_backward,
+    memory_text,
+    share_text,
+    time_all,
+    times_text,
+)
+from model import causal_attention
 from parallel.process_group import start_alone
 from watch.hardware import peak_flops
 
@@ -42,22 +46,18 @@ SDPA = dict(
     FlashAttention=SDPBackend.FLASH_ATTENTION,
     cuDNN=SDPBackend.CUDNN_ATTENTION,
 )
-COLUMNS = ("attention", "D", "T", "forward ms", "backward ms", "TFLOP/s", "of roof", "peak GB")
-COLUMN_WIDTHS = (16, 4, 6, 11, 12, 8, 8, 8)
+COLUMNS = ("attention", "D", "T", "forward ms", "backward ms", "TFLOP/s", "of peak", "peak GB")
+WIDTHS = (16, 4, 6, 11, 12, 8, 8, 8)
 
 
 @dataclass
-class Flags(TimingFlags):
+class Flags(KernelFlags):
     """Time every attention kernel that this device has, forward and backward."""
 
-    tokens: int | None = flag(None, at_least=1)
-    """Tokens in each measurement, B × T; by default 65,536 on a GPU, 1,024 elsewhere."""
     lengths: tuple[int, ...] = ()
     """Sequence lengths T, divisors of --tokens; by default the powers of two from 512 to 32,768, --tokens at most."""
     widths: tuple[int, ...] = (64, 128)
-    """Widths D of a head, divisors of --n_embd."""
-    n_embd: int = flag(768, at_least=1)
-    """Embedding width C; the number of heads is C / D."""
+    """Widths D of a head, divisors of --n_embd; the number of heads is C / D."""
     documents: int = flag(0, at_least=0)
     """Mean length of random documents; a token attends within its own, as with --mask_documents. 0: whole rows."""
 
@@ -65,26 +65,16 @@ class Flags(TimingFlags):
 def main():
     flags = parse(Flags)
     device = start_alone(flags.device, "this times one device")
-    if flags.tokens is None:
-        flags.tokens = 65536 if device.type == "cuda" else 1024
+    flags.tokens = flags.tokens or default_tokens(device)
     flags.lengths = tuple(sorted(flags.lengths)) or tuple(T for T in LENGTHS if T <= flags.tokens)
     check(flags)
-    files = Results(flags.log_dir, flags.run_name, "attention", device)
-    print(f"results: {files.folder}/")
-    peaks = roofline.gpu_peaks(device, peak_flops(device))
     names = candidates(device, flags)
-    grid = [(name, D, T) for D in flags.widths for T in flags.lengths for name in names]
-    results = []
-    print(align(COLUMNS, COLUMN_WIDTHS))
-    with tqdm(total=len(grid), unit="kernel", leave=False, disable=None) as bar:
-        for name, D, T in grid:
-            bar.set_description(f"{name}, D {D}, T {T}")
-            result = dict(name=name, D=D, T=T, facts=files.environment) | time_kernel(name, D, T, flags, device)
-            results.append(result | rate(result, flags, peaks))
-            bar.write(align(cells(results[-1]), COLUMN_WIDTHS))
-            bar.update()
-            files.save(results, markdown(results, flags), partial(figures.attention, results))
-    print(files)
+    cases = [dict(name=name, D=D, T=T) for D in flags.widths for T in flags.lengths for name in names]
+    note = f"{flags.tokens:,} tokens, C = {flags.n_embd}. FLOPs are those of the causal half, 7·T·C a token"
+    note += f", times the share within documents (mean {flags.documents:,} tokens). " if flags.documents else ". "
+    cells = partial(cells_of, peak_flops(device))
+    measured = partial(measure, flags, device)
+    time_all("attention", flags, device, cases, measured, COLUMNS, cells, f"{note}A GB is 2^30 bytes.", WIDTHS)
 
 
 def check(flags):
@@ -99,6 +89,12 @@ def check(flags):
     ):
         if wrong := [part for part in parts if whole % part]:
             raise UserError(f"--{name} {whole} is not a multiple of {wrong[0]}, one of --{of}: change one of the two")
+
+
+def cells_of(peak, result, _):
+    """A row's figures. peak: the device's FLOP/s, or 0."""
+    rate = result["tflops"]
+    return [*times_text(result), f"{rate:.4g}", share_text(1e12 * rate, peak), memory_text(result)]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -131,32 +127,14 @@ def attend(name, qkv, H, documents):
         return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
 
-def time_kernel(name, D, T, flags, device):
-    """{status, ...}: "done" with medians forward_ms and backward_ms, and peak_gb on a GPU; else a reason."""
-    try:
-        if name == "FlashAttention-4":
-            torch.nn.attention.activate_flash_attention_impl("FA4")
-        return dict(status="done") | measure(name, D, T, flags, device)
-    except Exception as error:
-        if is_out_of_memory(error):
-            return dict(status="skipped", reason=OUT_OF_MEMORY)
-        refusals = ("No available kernel", "No viable backend", "unsupported", "FlashAttention ")
-        # UserError: cuDNN's front end has no kernel; FlashAttention-4's releases do not all fit PyTorch's call
-        refused = isinstance(error, UserError | ImportError) or any(words in str(error) for words in refusals)
-        if refused or name == "FlashAttention-4":
-            return dict(status="skipped", reason=first_line(error))
-        raise
-    finally:
-        if name == "FlashAttention-4":
-            torch.nn.attention.restore_flash_attention_impl()
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
+def measure(flags, device, name, D, T):
+    """{forward_ms, backward_ms, peak_gb, tflops} of a kernel. Raises UserError if it does not take these sizes.
 
-
-def measure(name, D, T, flags, device):
-    """{forward_ms, backward_ms, peak_gb, share}: share: the part of the causal half within documents."""
+    The FLOPs are those of flash attention over the causal half of the scores, 2 GEMMs forward and 5 backward of 2·T·C a
+    token (Dao 2023, FlashAttention-2): the same for every kernel, also for those that compute all scores.
+    """
     B, C = flags.tokens // T, flags.n_embd
-    documents, share = NO_BOUNDARIES, 1.0
+    documents, share = NO_BOUNDARIES, 1.0  # share: the part of the causal half within documents
     if flags.documents:
         starts = torch.rand(B, T, generator=torch.Generator().manual_seed(T)) < 1 / flags.documents
         offsets = find_offsets(starts, True)
@@ -172,42 +150,22 @@ def measure(name, D, T, flags, device):
         with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
             return attend(name, qkv, C // D, documents)
 
-    return forward_and_backward(device, forward, [qkv], flags.repeats) | dict(share=share)
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# What the times mean
-
-
-def rate(result, flags, peaks):
-    """{tflops, of_roof} of forward and backward together; of_roof is None where the device's peaks are unknown.
-
-    The FLOPs are those of flash attention over the causal half of the scores: the same for every kernel, also for
-    those that compute all scores, or backward's scores from memory.
-    """
-    if result["status"] != "done":
-        return {}
-    config = GPTConfig(n_layer=1, n_head=flags.n_embd // result["D"], n_embd=flags.n_embd)
-    flops, least_bytes = roofline.work(config, result["T"], flags.tokens)["attention"]
-    flops *= result["share"]
-    per_second = flops / (1e-3 * (result["forward_ms"] + result["backward_ms"]))
-    roof = peaks and min(peaks[0], peaks[1] * flops / least_bytes)
-    return dict(tflops=per_second / 1e12, of_roof=per_second / roof if roof else None)
-
-
-def cells(result):
-    texts = [result["name"], str(result["D"]), f"{result['T']:,}"]
-    if result["status"] != "done":
-        return [*texts, result["reason"]]
-    share, peak = result["of_roof"], result["peak_gb"]
-    texts += [f"{result['forward_ms']:.3f}", f"{result['backward_ms']:.3f}", f"{result['tflops']:.4g}"]
-    return [*texts, "–" if share is None else f"{share:.0%}", "–" if peak is None else f"{peak:.2f}"]
-
-
-def markdown(results, flags):
-    text = f"{flags.tokens:,} tokens, C = {flags.n_embd}. FLOPs are those of the causal half: 7·T·C a token"
-    text += f", times the share within documents (mean {flags.documents:,} tokens). " if flags.documents else ". "
-    return f"{text}A GB is 2^30 bytes.\n\n{markdown_table(COLUMNS, [cells(result) for result in results])}"
+    try:
+        if name == "FlashAttention-4":
+            torch.nn.attention.activate_flash_attention_impl("FA4")
+        times = forward_and_backward(device, forward, [qkv], flags.repeats)
+    except Exception as error:
+        refusals = ("No available kernel", "No viable backend", "unsupported", "FlashAttention ")
+        # FlashAttention-4's releases do not all fit PyTorch's call
+        refused = name == "FlashAttention-4" or any(words in str(error) for words in refusals)
+        if refused and not is_out_of_memory(error):
+            raise UserError(first_line(error)) from error
+        raise
+    finally:
+        if name == "FlashAttention-4":
+            torch.nn.attention.restore_flash_attention_impl()
+    flops = 7 * T * C * flags.tokens * share
+    return times | dict(tflops=flops / (times["forward_ms"] + times["backward_ms"]) / 1e9)
 
 
 if __name__ == "__main__":

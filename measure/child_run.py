@@ -23,7 +23,6 @@ from common.files import read_json, write_json
 from config import INTERVALS, SETTLING_STEPS, Config, command_line
 from data.shards import open_shards
 from measure.energy import mj_per_token, read_joules
-from measure.wandb_table import publish
 
 OUT_OF_MEMORY = "out of memory"
 # Environment variables that torchrun sets for its ranks; child processes must not inherit them
@@ -188,11 +187,10 @@ def explain(output, code, where):
     return dict(status="failed", reason=f"exit code {code}, {lines[-1].strip()} (see {where})")
 
 
-def finish(config, results, rows):
-    """Say where the results are, and log them to wandb. rows: of measure(). Raises UserError if a run failed because of
-    a bug; skipped runs do not count."""
-    print(f"{results}; every run has a folder there")
-    publish(config, results.folder, results.kind, rows)
+def finish(results, rows):
+    """Say where the results are. rows: of measure(). Raises UserError if a run failed because of a bug; skipped runs do
+    not count."""
+    print(f"{results}, {results.kind}.png and a folder for every run")
     failed = [row["name"] for row in rows if row["status"] == "failed"]
     if failed:
         raise UserError(f"{len(failed)} of {len(rows)} runs failed: {', '.join(failed)}; the reasons are above")

@@ -1,4 +1,4 @@
-"""Figures: the ladders, sweeps, attention, links, kernels, the roofline. A function with a `path` writes one PNG."""
+"""Figures of the ladders and sweeps. A function with a `path` writes one PNG."""
 
 import statistics
 from itertools import cycle, product
@@ -7,9 +7,7 @@ from common.errors import word
 from watch.curves import INK, MUTED, PALETTE, RULE, mark, new_figure
 
 SPEED, MEMORY = "#2f6fbb", "#c77d2e"
-STYLES = ("-", "--", "-.")
 HEAT = "Blues"
-LABEL = dict(facecolor="white", edgecolor="none", pad=1)  # behind a text that a line may cross
 MODEL_FLAGS = {"model", "n_layer", "n_head", "n_embd"}
 UNEVEN = 0.3  # steps are marked as uneven from this ratio of their times' interquartile range to the median
 
@@ -151,138 +149,4 @@ def heat_map(axes, results, path):
     ax.set_yticks(range(len(rows)), [describe(row) for row in rows])
     ax.spines[:].set_visible(False)
     ax.set_title(f"Tokens/sec and peak memory\n{about(done[0]['facts'], axes)}", loc="left", fontsize=11, color=INK)
-    figure.savefig(path)
-
-
-def attention(results, path):
-    """Time and memory of each attention kernel against the sequence length; a cross where memory ran out.
-
-    results: of measure/attention.py. Lines are solid for the first width of a head, dashed for the second, dash-dotted
-    for the third.
-    """
-    done = [result for result in results if result["status"] == "done"]
-    measures = dict(ms="forward and backward, ms", peak_gb="peak memory, GB")
-    points = [dict(result, ms=result["forward_ms"] + result["backward_ms"]) for result in done]
-    shown = [key for key in measures if any(point[key] for point in points)]
-    figure, axes = new_figure(1 + 5.5 * len(shown), 5, columns=len(shown))
-    names, widths = (list(dict.fromkeys(result[key] for result in results)) for key in ("name", "D"))
-    for ax, key in zip(axes, shown):
-        for (name, color), (D, style) in product(zip(names, PALETTE), zip(widths, cycle(STYLES))):
-            line = [point for point in points if (point["name"], point["D"]) == (name, D)]
-            if not line:
-                continue
-            T, values = [point["T"] for point in line], [point[key] for point in line]
-            ax.plot(T, values, style, color=color, marker="o", markersize=3)
-            for result in results:
-                if (result["name"], result["D"], result.get("reason")) == (name, D, "out of memory"):
-                    growth = result["T"] / T[-1]  # at the same number of tokens the T × T matrices grow with T
-                    ax.plot([T[-1], result["T"]], [values[-1], values[-1] * growth], ":", color=color, linewidth=1)
-                    ax.plot(result["T"], values[-1] * growth, "x", color=color)
-                    place = result["T"], values[-1] * growth
-                    ax.text(*place, "out of\nmemory\n", fontsize=7, color=MUTED, ha="center", va="baseline")
-                    break
-        lengths = sorted({result["T"] for result in results})
-        ax.set(xscale="log", yscale="log")
-        ax.set_xticks(lengths, [f"{T:,}" for T in lengths])
-        ax.minorticks_off()
-        ax.yaxis.set_major_formatter("{x:g}")
-        ax.set_xlabel("sequence length T", color=INK)
-        ax.set_ylabel(measures[key], color=INK)
-        ax.grid(axis="y", color=RULE, linewidth=0.6)
-    for name, color in zip(names, PALETTE):
-        if any(point["name"] == name for point in points):
-            axes[-1].plot([], [], color=color, label=name)
-    for D, style in zip(widths, cycle(STYLES)):
-        axes[-1].plot([], [], style, color=INK, label=f"D = {D}")
-    axes[-1].legend(frameon=False, fontsize=8, labelcolor=INK)
-    facts = done[0]["facts"]
-    figure.suptitle(
-        f"Attention: {facts['hardware']}, PyTorch {facts['torch']}", x=0.01, ha="left", fontsize=11, color=INK
-    )
-    figure.savefig(path)
-
-
-def links(results, path):
-    """Time and bus bandwidth of each collective against its size. results: of measure/links.py."""
-    figure, axes = new_figure(12, 5, columns=2)
-    names = list(dict.fromkeys(result["name"] for result in results))
-    for ax, key, label in zip(axes, ("ms", "bus_gb_per_s"), ("ms", "bus bandwidth, GB/s")):
-        for name, color in zip(names, PALETTE):
-            line = [result for result in results if result["name"] == name]
-            sizes, values = [result["bytes"] for result in line], [result[key] for result in line]
-            ax.plot(sizes, values, color=color, marker="o", markersize=3, label=name)
-        ax.set_xscale("log", base=2)
-        ax.set_yscale("log")
-        ticks = ((2**10, "1 KB"), (2**15, "32 KB"), (2**20, "1 MB"), (2**25, "32 MB"), (2**30, "1 GB"))
-        largest = 1.01 * max(result["bytes"] for result in results)  # a size may be rounded down to equal parts
-        ax.set_xticks(*zip(*(tick for tick in ticks if tick[0] <= largest)))
-        ax.yaxis.set_major_formatter("{x:g}")
-        ax.set_xlabel("size of the collective", color=INK)
-        ax.set_ylabel(label, color=INK)
-        ax.grid(axis="y", color=RULE, linewidth=0.6)
-    axes[0].legend(frameon=False, fontsize=9, labelcolor=INK)
-    facts = results[0]["facts"]
-    figure.suptitle(f"{facts['title']}, PyTorch {facts['torch']}", x=0.01, ha="left", fontsize=11, color=INK)
-    figure.savefig(path)
-
-
-def kernels(results, bandwidth, path):
-    """GB/s of each level, a panel for each operation. bandwidth: bytes/s of the device's memory, or None.
-
-    results: of measure/kernels.py; only those with status "done" are drawn.
-    """
-    results = [result for result in results if result["status"] == "done"]
-    names = list(dict.fromkeys(result["name"] for result in results))
-    figure, axes = new_figure(1.5 + 4.2 * len(names), 3.2, columns=len(names))
-    for ax, name in zip(axes, names):
-        rows = [result for result in results if result["name"] == name]
-        rates = [result["gb_per_s"] for result in rows]
-        ax.barh(range(len(rows)), rates, height=0.68, color=SPEED)
-        for position, (row, rate) in enumerate(zip(rows, rates)):
-            ms = row["forward_ms"] + row["backward_ms"]
-            text = f"{rate:.4g}   {ms:.3g} ms"
-            beside = dict(xytext=(4, 0), textcoords="offset points", va="center")
-            ax.annotate(text, (rate, position), fontsize=8, color=INK, bbox=LABEL, **beside)
-        if bandwidth:
-            ax.axvline(bandwidth / 1e9, color=MUTED, linewidth=1, linestyle="--")
-        ax.set_xlim(0, max(1.5 * max(rates), 1.2 * (bandwidth or 0) / 1e9))
-        ax.set_yticks(range(len(rows)), [row["level"] for row in rows])
-        ax.invert_yaxis()
-        ax.set_title(name, loc="left", fontsize=10, color=MUTED)
-        ax.set_xlabel("GB/s, forward and backward", color=INK)
-    facts = results[0]["facts"]
-    limit = f"; dashed: memory's {bandwidth / 1e9:,.0f} GB/s" if bandwidth else ""
-    about_device = f"{facts['hardware']}, PyTorch {facts['torch']}{limit}"
-    figure.suptitle(f"One operation at every level: {about_device}", x=0.01, ha="left", fontsize=11, color=INK)
-    figure.savefig(path)
-
-
-def roofline(table, peak_flops, bandwidth, facts, path):
-    """TFLOP/s against arithmetic intensity for each category of kernels, below the device's roof.
-
-    table: from profiler.make_table; a point's area is the category's share of the step. peak_flops in FLOP/s, bandwidth
-    in bytes/s; the roof is min(peak_flops, FLOP/byte × bandwidth) (Williams et al. 2009, "Roofline").
-    """
-    figure, (ax,) = new_figure(9, 5.6)
-    points = {name: row for name, row in table.items() if "tflops" in row}
-    low, high = 0.25, max([4000, *(1.5 * row["flop_per_byte"] for row in points.values())])
-    bottom = min([0.2, *(0.5 * row["tflops"] for row in points.values())])
-    ridge, peak = peak_flops / bandwidth, peak_flops / 1e12
-    ax.plot([low, ridge, high], [low * peak / ridge, peak, peak], color=INK, linewidth=1.6)
-    ax.text(high, 1.12 * peak, f"{peak:,.0f} TFLOP/s", ha="right", fontsize=9, color=INK)
-    ax.text(ridge / 1.4, peak / 1.2, f"{bandwidth / 1e12:.1f} TB/s", ha="right", fontsize=9, color=INK)
-    for (name, row), color in zip(points.items(), PALETTE):
-        x, y, share = row["flop_per_byte"], row["tflops"], row["share"]
-        ax.plot([x, x], [y, y / row["of_roof"]], color=RULE, linewidth=1, zorder=0)
-        label = f"{name}: {share:.1%} of the step, at {row['of_roof']:.0%} of its roof"
-        ax.scatter([x], [y], s=30 + 1500 * share, color=color, alpha=0.85, linewidth=0, label=label)
-    legend = ax.legend(loc="lower right", frameon=False, fontsize=9, labelcolor=INK, labelspacing=0.8)
-    for handle in legend.legend_handles:
-        handle.set_sizes([60])
-    ax.set(xscale="log", yscale="log", xlim=(low, high), ylim=(bottom, 2.2 * peak))
-    for axis in (ax.xaxis, ax.yaxis):
-        axis.set_major_formatter("{x:g}")
-    ax.set_xlabel("arithmetic intensity: FLOPs per byte", color=INK)
-    ax.set_ylabel("TFLOP/s reached", color=INK)
-    ax.set_title(f"Roofline: {about(facts)}", loc="left", fontsize=11, color=INK)
     figure.savefig(path)

@@ -14,41 +14,43 @@ import common.interrupt  # first: Ctrl-C during the other imports
 import math
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 import torch.nn.functional as F
-from tqdm import tqdm
 
 from common.cli import flag, parse
 from common.device import missing_compiler, missing_package
-from common.errors import UserError, first_line, is_out_of_memory, run
-from measure import figures
-from measure.child_run import OUT_OF_MEMORY
-from measure.results import Results
-from measure.roofline import memory_bandwidth
-from measure.tables import align, markdown_table
-from measure.timing import TimingFlags, dtype_of_activations, forward_and_backward
+from common.errors import UserError, run
+from measure.timing import (
+    KernelFlags,
+    default_tokens,
+    dtype_of_activations,
+    forward_and_backward,
+    memory_text,
+    share_text,
+    time_all,
+    times_text,
+)
 from parallel.process_group import start_alone
 
 COLUMNS = ("operation", "level", "forward ms", "backward ms", "GB/s", "of bandwidth", "× eager", "peak GB")
-COLUMN_WIDTHS = (14, 13, 10, 11, 8, 12, 8, 8)
-ALL_LEVELS = ("eager", "library", "compiled", "max-autotune", "triton", "liger")
+WIDTHS = (14, 13, 10, 11, 8, 12, 8, 8)
 EPSILON = 1e-5  # of LayerNorm
+Level = Literal["eager", "library", "compiled", "max-autotune", "triton", "liger"]
 
 
 @dataclass
-class Flags(TimingFlags):
-    """Time cross-entropy, GELU and LayerNorm at every level, from eager PyTorch to a kernel of one's own."""
+class Flags(KernelFlags):
+    """Time cross-entropy, GELU and LayerNorm at every level, from eager PyTorch to a kernel of one's own.
+
+    GELU's input has 4C columns.
+    """
 
     kernel: tuple[Literal["cross_entropy", "gelu", "layer_norm"], ...] = ("cross_entropy", "gelu", "layer_norm")
     """Operations to time."""
-    levels: tuple[Literal["eager", "library", "compiled", "max-autotune", "triton", "liger"], ...] = ALL_LEVELS
+    levels: tuple[Level, ...] = get_args(Level)
     """Levels to time; some operations lack some."""
-    tokens: int | None = flag(None, at_least=1)
-    """Tokens, B × T; by default 65,536 on a GPU, 1,024 elsewhere."""
-    n_embd: int = flag(768, at_least=1)
-    """Embedding width C; GELU's input has 4C columns."""
     vocab_size: int = flag(50304, at_least=1)
     """Columns V of the logits."""
 
@@ -56,23 +58,35 @@ class Flags(TimingFlags):
 def main():
     flags = parse(Flags)
     device = start_alone(flags.device, "this times one device")
-    if flags.tokens is None:
-        flags.tokens = 65536 if device.type == "cuda" else 1024
-    grid = [(kernel, level) for kernel in flags.kernel for level in flags.levels if level in LEVELS[kernel]]
-    if not grid:
+    flags.tokens = flags.tokens or default_tokens(device)
+    cases = [dict(name=name, level=level) for name in flags.kernel for level in flags.levels if level in LEVELS[name]]
+    if not cases:
         raise UserError("no operation has these levels: use --kernel and --levels, see --help")
-    files = Results(flags.log_dir, flags.run_name, "kernels", device)
-    print(f"results: {files.folder}/\n{align(COLUMNS, COLUMN_WIDTHS)}")
-    results = []
-    with tqdm(grid, unit="level", leave=False, disable=None) as bar:
-        for kernel, level in bar:
-            bar.set_description(f"{kernel}, {level}")
-            result = dict(name=kernel, level=level, facts=files.environment) | time_level(kernel, level, flags, device)
-            results.append(result | rates(result, flags, device))
-            bar.write(align(cells(results[-1], results), COLUMN_WIDTHS))
-            draw = partial(figures.kernels, results, memory_bandwidth(device))
-            files.save(results, markdown(results, flags, device), draw)
-    print(files)
+    bandwidth, dtype = memory_bandwidth(device), str(dtype_of_activations(device)).removeprefix("torch.")
+    note = f"{flags.tokens:,} tokens, C = {flags.n_embd}, V = {flags.vocab_size:,}, {dtype}"
+    note += f"; memory moves {bandwidth / 1e9:,.0f} GB/s" if bandwidth else ""
+    cells = partial(cells_of, bandwidth)
+    note += ". GB/s are 10^9 bytes, peak GB 2^30."
+    time_all("kernels", flags, device, cases, partial(measure, flags, device), COLUMNS, cells, note, WIDTHS)
+
+
+def memory_bandwidth(device):
+    """The bytes/s of a GPU's memory by its clock and bus width, or None if they are unknown."""
+    if device.type != "cuda":
+        return None
+    properties = torch.cuda.get_device_properties(device)
+    clock, width = (getattr(properties, name, 0) for name in ("memory_clock_rate", "memory_bus_width"))  # kHz, bits
+    return 2 * clock * 1e3 * width / 8 or None  # double data rate: two transfers per clock
+
+
+def cells_of(bandwidth, result, results):
+    """A row's figures. results: those so far, among which the eager one is the reference."""
+    rate = result["gb_per_s"]
+    eager = [
+        r["gb_per_s"] for r in results if (r["name"], r["level"], r["status"]) == (result["name"], "eager", "done")
+    ]
+    texts = [*times_text(result), f"{rate:,.1f}", share_text(1e9 * rate, bandwidth)]
+    return [*texts, f"{rate / eager[0]:.2f}" if eager else "–", memory_text(result)]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -194,59 +208,15 @@ def least_bytes(kernel, flags, device):
     return elements * dtype_of_activations(device).itemsize
 
 
-def time_level(kernel, level, flags, device):
-    """{status, ...}: "done" with what forward_and_backward measures, or "skipped" with a reason."""
+def measure(flags, device, name, level):
+    """{forward_ms, backward_ms, peak_gb, gb_per_s} of a kernel at a level. Raises UserError if the device lacks it."""
     if reason := missing(level, device):
-        return dict(status="skipped", reason=reason)
-    try:
-        leaves, others = make_inputs(kernel, flags, device)
-        function = partial(function_of(kernel, level), *leaves, *others)
-        return dict(status="done") | forward_and_backward(device, function, leaves, flags.repeats)
-    except (ImportError, RuntimeError) as error:
-        if is_out_of_memory(error):
-            return dict(status="skipped", reason=OUT_OF_MEMORY)
-        if isinstance(error, ImportError):  # a package that a level's package needs
-            return dict(status="skipped", reason=first_line(error))
-        raise
-    finally:
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
-
-
-def rates(result, flags, device):
-    """{gb_per_s, of_bandwidth}: GB/s of 10^9 bytes; of_bandwidth is None where the device's bandwidth is unknown."""
-    if result["status"] != "done":
-        return {}
-    moved = least_bytes(result["name"], flags, device)
-    per_second = moved / (1e-3 * (result["forward_ms"] + result["backward_ms"]))
-    bandwidth = memory_bandwidth(device)
-    return dict(gb_per_s=per_second / 1e9, of_bandwidth=per_second / bandwidth if bandwidth else None)
-
-
-def cells(result, results):
-    """A row of the table. results: those so far, among which the eager one is the reference."""
-    texts = [result["name"], result["level"]]
-    if result["status"] != "done":
-        return [*texts, f"skipped: {result['reason']}"]
-    eager = next(
-        (r for r in results if (r["name"], r["level"], r["status"]) == (result["name"], "eager", "done")), None
-    )
-    share, peak = result["of_bandwidth"], result["peak_gb"]
-    texts += [f"{result['forward_ms']:.3f}", f"{result['backward_ms']:.3f}" if result["backward_ms"] else "–"]
-    texts += [f"{result['gb_per_s']:,.1f}", "–" if share is None else f"{share:.0%}"]
-    texts += [f"{result['gb_per_s'] / eager['gb_per_s']:.2f}" if eager else "–"]
-    return [*texts, "–" if peak is None else f"{peak:.2f}"]
-
-
-def markdown(results, flags, device):
-    text = markdown_table(COLUMNS, [cells(result, results) for result in results], left=2)
-    dtype = str(dtype_of_activations(device)).removeprefix("torch.")
-    sizes = [f"{flags.tokens:,} tokens, C = {flags.n_embd}, V = {flags.vocab_size:,}, {dtype}"]
-    for kernel in dict.fromkeys(result["name"] for result in results):
-        sizes.append(f"{kernel} moves at least {least_bytes(kernel, flags, device) / 1e9:.3g} GB")
-    bandwidth = memory_bandwidth(device)
-    sizes += [f"memory moves {bandwidth / 1e9:,.0f} GB/s"] if bandwidth else []
-    return f"{text}\n\n{'; '.join(sizes)}. GB and GB/s are 10^9 bytes, peak GB 2^30."
+        raise UserError(reason)
+    leaves, others = make_inputs(name, flags, device)
+    function = partial(function_of(name, level), *leaves, *others)
+    times = forward_and_backward(device, function, leaves, flags.repeats)
+    ms = times["forward_ms"] + times["backward_ms"]
+    return times | dict(gb_per_s=least_bytes(name, flags, device) / ms / 1e6)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,6 @@ from tqdm import tqdm
 
 from common.cli import flag, parse
 from common.errors import UserError, out_of_memory, run
-from measure import figures
 from measure.results import Results
 from measure.tables import align, markdown_table
 from measure.timing import LONGEST, WARM_UP, TimingFlags, time_of
@@ -82,7 +81,7 @@ def measure_links(flags, distributed, files):
                     bar.write(align(cells(result), COLUMN_WIDTHS))
                 bar.update()
             if main:
-                files.save(results, markdown(results), partial(figures.links, results))
+                files.save(results, markdown(results))
 
 
 def time_collective(name, size, repeats, distributed):

@@ -64,7 +64,7 @@ def main():
     # also those of --config's or --resume's file
     kept = {*typed, *(name for name in planner.CHOSEN if getattr(config, name) != getattr(Config, name))}
     sized = replace(config)
-    set_sizes(sized, pretrained=None, resumed=None)
+    set_sizes(sized, None)
     best = print_layouts(sized, kept)
     print(command(cluster_of(config), command_line(run_config(config, **best))))
 

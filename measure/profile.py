@@ -1,4 +1,4 @@
-"""--profile: PyTorch's profiler over a few steps, time summed by category of kernel, and the roofline.
+"""--profile: PyTorch's profiler over a few steps, and their time summed by category of kernel.
 --memory_snapshot: a few steps' allocations, for PyTorch's memory viewer."""
 
 import contextlib
@@ -11,11 +11,8 @@ from collections import Counter
 import torch
 
 from common.errors import UserError
+from common.files import write_json
 from config import SETTLING_STEPS
-from measure import figures
-from measure.roofline import gpu_peaks, work
-from optim.schedules import accumulation_steps
-from parallel.fsdp import is_sharded
 
 IDLE = "idle"
 OUTSIDE_OPERATORS = "Python, compiled"  # on a CPU: time outside operators, such as torch.compile's kernels and Python
@@ -40,34 +37,24 @@ def category_of(name):
 
 
 @contextlib.contextmanager
-def trace(trainer, log, step):
-    """A context for the training loop, with start()'s object or None. log: rank 0's RunLog, None on the other ranks.
+def trace(config, log):
+    """A context for the training loop, with an object whose step() is to be called after every step: a running
+    torch.profiler.profile, or a MemorySnapshot.
 
-    A run that ends among the traced steps writes no profile; a profiler that still runs would crash Python's exit.
+    The profiler traces config.profile steps after SETTLING_STEPS, with the time between them. After the last of them it
+    prints the table and writes trace.json.gz and profile.json to the folder of `log`, rank 0's RunLog.
     """
-    tracer = log and start(trainer, log, step)
+    tracer = (
+        MemorySnapshot(config.memory_snapshot, log.folder) if config.memory_snapshot else start(config.profile, log)
+    )
     try:
         yield tracer
     finally:
-        if tracer:
-            tracer.stop()
+        tracer.stop()  # a profiler that still runs would crash Python's exit
 
 
-def start(trainer, log, step):
-    """An object whose step() is to be called after every training step: a running torch.profiler.profile, or a
-    MemorySnapshot; None without both flags.
-
-    The profiler traces config.profile steps, SETTLING_STEPS after `step`, with the time between them. After the last of
-    them it prints the table and writes trace.json.gz, profile.json and, if the roofline is known, roofline.png to the
-    run's folder.
-
-    trainer: train_gpt2.Trainer.
-    """
-    config = trainer.config
-    if config.memory_snapshot:
-        return MemorySnapshot(config.memory_snapshot, log.folder)
-    if not config.profile:
-        return None
+def start(steps, log):
+    """A running profiler of `steps` steps."""
     # Kineto logs its start and stop at level 5, errors at 4; gpu_seconds() raises an error if the trace has no kernel
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")
     activities = [torch.profiler.ProfilerActivity.CPU]
@@ -75,8 +62,8 @@ def start(trainer, log, step):
         activities.append(torch.profiler.ProfilerActivity.CUDA)
     profile = torch.profiler.profile(
         activities=activities,
-        schedule=torch.profiler.schedule(wait=SETTLING_STEPS - 1, warmup=1, active=config.profile, repeat=1),
-        on_trace_ready=lambda profile: report(profile, trainer, log, step + SETTLING_STEPS),
+        schedule=torch.profiler.schedule(wait=SETTLING_STEPS - 1, warmup=1, active=steps, repeat=1),
+        on_trace_ready=lambda profile: report(profile, steps, log),
         acc_events=True,
     )
     profile.start()
@@ -107,68 +94,22 @@ class MemorySnapshot:
             print(f"memory of {self.steps} steps: {self.path} (open it in https://docs.pytorch.org/memory_viz)")
 
 
-def report(profile, trainer, log, first):
-    """Write a profile's files and print its table. first: the first traced step."""
-    config, distributed, steps = trainer.config, trainer.distributed, trainer.config.profile
+def report(profile, steps, log):
+    """Write a profile's files and print its table: ms a step and share of the time of each category, the largest
+    first."""
     if profile.step_num < SETTLING_STEPS + steps:
         print("the run has ended among the steps of --profile: there is no profile")
         return
     trace = log.folder / "trace.json.gz"
     profile.export_chrome_trace(str(trace))
-    if log.device.type == "cuda":
-        title = "GPU time by kind of kernel"
-        total, seconds = gpu_seconds(read_trace(trace))
-    else:
-        title = "time by kind of operation"
-        total, seconds = cpu_seconds(profile)
-    peaks = None
-    # work() counts whole layers, sequences and weights, fused operations in 16 bits, and AdamW with float32 moments
-    whole = config.context == 1 and not is_sharded(config)
-    adamw = config.optimizer == "adamw"
-    if config.compile and config.autocast != "off" and not config.fp8 and whole and adamw:
-        peaks = gpu_peaks(log.device, log.peak_flops and log.peak_flops / distributed.world_size)
-    micro_steps = sum(accumulation_steps(first + i, config, distributed.data_size) for i in range(steps)) / steps
-    work_per_step = work(trainer.model.config, config.seq_len, micro_steps * config.micro_batch_size * config.seq_len)
-    table = make_table(seconds, total, steps, peaks, work_per_step)
-    facts = dict(steps=steps, roof=peaks, kinds=table)
-    (log.folder / "profile.json").write_text(json.dumps(facts, indent=2) + "\n")
-    if peaks:
-        figures.roofline(table, *peaks, log.facts, log.folder / "roofline.png")
-    print_table(table, steps, total, title, peaks)
+    total, seconds = gpu_seconds(read_trace(trace)) if log.device.type == "cuda" else cpu_seconds(profile)
+    kinds = {name: dict(ms=1000 * s / steps, share=s / total) for name, s in seconds.most_common()}
+    write_json(log.folder / "profile.json", dict(steps=steps, kinds=kinds))
+    print(f"profile of {steps} steps of {1000 * total / steps:.2f} ms, tracing included: time on the {log.device.type}")
+    print(f"{'':16s} {'ms a step':>10s} {'share':>7s}")
+    for name, row in kinds.items():
+        print(f"{name:16s} {row['ms']:10.2f} {row['share']:7.1%}")
     print(f"trace: {trace} (open it in https://ui.perfetto.dev)")
-
-
-def make_table(seconds, total, steps, peaks, work):
-    """{category: row}, the largest first. A row has ms per step and share of the total time; with peaks also FLOP/byte,
-    TFLOP/s, and the share of the roof that was reached.
-
-    seconds: Counter by category, of `total` seconds in `steps` steps; peaks: of gpu_peaks(); work: of roofline.work().
-    """
-    table = {name: dict(ms=1000 * s / steps, share=s / total) for name, s in seconds.most_common()}
-    for name, (flops, moved) in work.items() if peaks else ():
-        if name in table and moved:
-            peak_flops, bandwidth = peaks
-            reached, intensity = flops / table[name]["ms"] * 1000, flops / moved
-            of_roof = reached / min(peak_flops, intensity * bandwidth)
-            table[name] |= dict(flop_per_byte=intensity, tflops=reached / 1e12, of_roof=of_roof)
-    return table
-
-
-def print_table(table, steps, total, title, peaks):
-    """Print one line per category."""
-    print(f"profile of {steps} steps of {1000 * total / steps:.2f} ms, tracing included: {title}")
-    columns = f" {'FLOP/byte':>10s} {'TFLOP/s':>8s} {'of roof':>8s}" if peaks else ""
-    print(f"{'':16s} {'ms a step':>10s} {'share':>7s}{columns}")
-    for name, row in table.items():
-        text = f"{name:16s} {row['ms']:10.2f} {row['share']:7.1%}"
-        if "tflops" in row:
-            text += f" {row['flop_per_byte']:10.1f} {row['tflops']:8.1f} {row['of_roof']:8.0%}"
-        print(text)
-    if peaks:
-        print(f"roof: {peaks[0] / 1e12:g} TFLOP/s, {peaks[1] / 1e9:,.0f} GB/s")
-    else:
-        print("(no roofline: it needs a GPU with known peaks, --compile, 16 bits without --fp8, AdamW with float32")
-        print("moments, and ddp without --tensor, --context and --pipeline)")
 
 
 def read_trace(path):

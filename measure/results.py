@@ -12,7 +12,7 @@ from watch.hardware import environment
 
 
 class Results:
-    """A folder with KIND.json, KIND.md and KIND.png, locked for this process; that of a ladder also has every run."""
+    """A folder with KIND.json and KIND.md, locked for this process; a ladder's also has KIND.png and every run."""
 
     def __init__(self, log_dir, run_name, kind, device, goes_on=False):
         """Make the folder, and let SIGTERM end the process as Ctrl-C does.
@@ -33,7 +33,7 @@ class Results:
     def _write(self, results):
         write_json(self.folder / f"{self.kind}.json", dict(command=shlex.join(sys.argv), results=results))
 
-    def save(self, results, markdown, draw, steps=None):
+    def save(self, results, markdown, draw=None, steps=None):
         """Write the results so far to KIND.json, KIND.md and, with draw(path), KIND.png. steps: how many were timed in
         each run, if the results are medians of steps."""
         self._write(results)
@@ -48,8 +48,9 @@ class Results:
                     f" Medians of {steps} steps after {SETTLING_STEPS} to warm up; the middle half of a run's steps "
                     f"spans {spread:.1%} of its median, or less."
                 )
-            draw(self.folder / f"{self.kind}.png")
+            if draw:
+                draw(self.folder / f"{self.kind}.png")
         (self.folder / f"{self.kind}.md").write_text(markdown + "\n")
 
     def __str__(self):
-        return f"{self.folder}/ has {self.kind}.md, {self.kind}.json and {self.kind}.png"
+        return f"{self.folder}/ has {self.kind}.md and {self.kind}.json"

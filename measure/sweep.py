@@ -103,7 +103,7 @@ def sweep(config, typed=()):
     if not done:
         raise UserError(f"none of the {len(grid)} combinations ran: {rows[0]['reason']}")
     print(*winners(done), sep="\n")
-    child_run.finish(config, results, rows)
+    child_run.finish(results, rows)
 
 
 if __name__ == "__main__":

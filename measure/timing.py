@@ -1,4 +1,4 @@
-"""Milliseconds of a function, and of forward and backward, by the device's clock; the flags of commands that time."""
+"""Milliseconds of a function, and of forward and backward, by the device's clock; the commands that time kernels."""
 
 import statistics
 import time
@@ -7,8 +7,13 @@ from functools import partial
 from typing import Literal
 
 import torch
+from tqdm import tqdm
 
 from common.cli import flag
+from common.errors import UserError, first_line, is_out_of_memory
+from measure.child_run import OUT_OF_MEMORY
+from measure.results import Results
+from measure.tables import align, markdown_table
 
 WARM_UP = 3  # runs that are not measured
 LONGEST = 2.0  # seconds after which no further run is started
@@ -30,6 +35,20 @@ class TimingFlags:
     """Folder in which the results' folder is made."""
     run_name: str | None = None
     """Name of the results' folder; by default the command's, with date and time."""
+
+
+@dataclass
+class KernelFlags(TimingFlags):
+    """The sizes of a kernel's inputs."""
+
+    tokens: int | None = flag(None, at_least=1)
+    """Tokens in each measurement, B × T; by default 65,536 on a GPU, 1,024 elsewhere."""
+    n_embd: int = flag(768, at_least=1)
+    """Embedding width C."""
+
+
+def default_tokens(device):
+    return 65536 if device.type == "cuda" else 1024
 
 
 def dtype_of_activations(device):
@@ -95,3 +114,55 @@ def forward_and_backward(device, function, leaves, repeats):
     if gpu:
         times["peak_gb"] = (torch.cuda.max_memory_allocated(device) - before) / 2**30
     return times
+
+
+def time_all(kind, flags, device, cases, measure, columns, cells, note, widths):
+    """Measure one kernel after the other: a table in the terminal, KIND.json and KIND.md.
+
+    cases: {name: value} of each, which measure(**case) takes; it returns {name: value} of a result. cells(result,
+    results): the row of a result that is done, after its case; results: those so far. columns: of the table, widths
+    their widths; note: below it.
+    """
+    files = Results(flags.log_dir, flags.run_name, kind, device)
+    print(f"results: {files.folder}/\n{align(columns, widths)}")
+    results, rows = [], []
+    with tqdm(cases, unit="kernel", leave=False, disable=None) as bar:
+        for case in bar:
+            bar.set_description(", ".join(map(str, case.values())))
+            result = case | dict(facts=files.environment) | attempt(partial(measure, **case), device)
+            results.append(result)
+            done = result["status"] == "done"
+            rest = cells(result, results) if done else [f"{result['status']}: {result['reason']}"]
+            rows.append([*map(str, case.values()), *rest])
+            bar.write(align(rows[-1], widths))
+            files.save(results, f"{markdown_table(columns, rows)}\n\n{note}")
+    print(files)
+
+
+def attempt(measure, device):
+    """{status, ...}: "done" with what measure() returns, or "skipped" with a reason: memory, or its UserError."""
+    try:
+        return dict(status="done") | measure()
+    except Exception as error:
+        if is_out_of_memory(error):
+            return dict(status="skipped", reason=OUT_OF_MEMORY)
+        if isinstance(error, UserError | ImportError):  # an ImportError: a package that a kernel's package needs
+            return dict(status="skipped", reason=first_line(error))
+        raise
+    finally:
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+def share_text(part, whole):
+    """A share in percent; "–" if the whole is unknown, 0 or None."""
+    return f"{part / whole:.0%}" if whole else "–"
+
+
+def times_text(result):
+    """The cells of forward_ms and backward_ms."""
+    return [f"{result['forward_ms']:.3f}", f"{result['backward_ms']:.3f}" if result["backward_ms"] else "–"]
+
+
+def memory_text(result):
+    return "–" if result["peak_gb"] is None else f"{result['peak_gb']:.2f}"

@@ -146,7 +146,7 @@ def climb(config):
             draw = partial(figures.time_to_loss, curves, target, rows[0]["facts"])
             results.save(rows, markdown(rows, config, baseline), draw)
     print(sooner(rows, baseline))
-    child_run.finish(config, results, rows)
+    child_run.finish(results, rows)
 
 
 def choose_recipes(texts):

@@ -13,5 +13,5 @@ def traced(run):
     if run.log and (config.profile or config.memory_snapshot):
         from measure import profile
 
-        return profile.trace(run.trainer, run.log, run.step)
+        return profile.trace(config, run.log)
     return contextlib.nullcontext(SimpleNamespace(step=lambda: None))

@@ -25,7 +25,6 @@ def test_it_measures_every_collective(command, tmp_path):
         factor = 1 if result["name"] == "all-reduce" else 0.5
         assert result["bus_gb_per_s"] == pytest.approx(factor * result["algorithm_gb_per_s"])
     assert "| all-reduce | 1 KB |" in (folder / "links.md").read_text()
-    assert (folder / "links.png").stat().st_size > 10_000
 
 
 def test_variables_that_choose_a_route_are_in_the_title(monkeypatch):

@@ -16,7 +16,7 @@ from measure import planner
 from measure.step_time import COPIES, Cluster, step_time
 from model import GPT, GPTConfig
 from optim.optimizer import OPTIMIZERS, make_optimizer, named_state
-from parallel.memory import bytes_of_activations, count_params, step_memory
+from parallel.memory import FP8_LOGIT_ROWS, LOGIT_ROWS, bytes_of_activations, count_params, step_memory
 from parallel.pipeline import blocks_in_flight
 from parallel.process_group import Distributed
 
@@ -29,7 +29,7 @@ WITHOUT_EVALUATIONS = dict(val_every=0, hellaswag_every=0)
 
 def sized(**flags):
     config = Config(**flags)
-    set_sizes(config, None, None)
+    set_sizes(config, None)
     config.bf16_residual = True
     return config
 
@@ -235,6 +235,13 @@ def test_optimizer_states_take_what_is_estimated(optimizer):
 def test_evaluations_have_all_logits_and_no_chunk_of_the_fused_cross_entropy():
     config = sized(micro_batch_size=64, activation_checkpointing="full")
     assert sum(bytes_of_activations(config)) == 64 * 1024 * VOCAB_SIZE * 2
+
+
+def test_the_rows_of_logits_are_those_of_the_kernels():
+    pytest.importorskip("triton", reason="needs Triton")
+    from kernels import cross_entropy, fp8_head
+
+    assert (LOGIT_ROWS, FP8_LOGIT_ROWS) == (cross_entropy.LOGIT_ROWS, fp8_head.LOGIT_ROWS)
 
 
 def test_a_pipelines_last_rank_has_the_logits():

@@ -1,6 +1,5 @@
 import json
 import pickle
-from collections import Counter
 
 import pytest
 import torch
@@ -8,7 +7,7 @@ from conftest import expect_error
 
 from common.errors import UserError
 from config import Config, check_traced_steps
-from measure import figures, profile
+from measure import profile
 
 
 def test_seconds_by_category():
@@ -84,6 +83,8 @@ def test_a_profiled_run(train):
     names = {event.get("name") for event in profile.read_trace(run / "trace.json.gz")}
     assert {"ProfilerStep#5", "ProfilerStep#6"} < names and "ProfilerStep#4" not in names
     output = (run / "output.txt").read_text()
+    for category, row in found["kinds"].items():
+        assert f"{category:16s} {row['ms']:10.2f} {row['share']:7.1%}\n" in output
     assert "profile of 2 steps" in output and "https://ui.perfetto.dev" in output and "step     6/7" in output
     assert "profiler_start" not in output  # Kineto's own log
 
@@ -121,24 +122,6 @@ def test_a_memory_snapshot_has_allocations_with_their_stacks(tmp_path, capsys):
 
 def test_too_few_steps_to_profile(train):
     expect_error(train("x", "--profile", 2, "--max_steps", 6, fails=True), "--profile 2", "--max_steps 7")
-
-
-def test_the_table_and_the_roofline(tmp_path, capsys):
-    """A device of 100 FLOP/s and 10 bytes/s; two steps. Bandwidth limits the loss, peak FLOP/s limits the GEMMs."""
-    seconds = Counter({"matrix products": 10.0, "loss": 6.0, profile.IDLE: 4.0})
-    table = profile.make_table(seconds, 20.0, 2, (100.0, 10.0), {"matrix products": (400, 20), "loss": (6, 12)})
-    assert list(table) == ["matrix products", "loss", "idle"]
-    assert table["matrix products"] == pytest.approx(
-        dict(ms=5000, share=0.5, flop_per_byte=20, tflops=80e-12, of_roof=0.8)
-    )
-    assert table["loss"]["of_roof"] == pytest.approx((6 / 3) / (0.5 * 10))  # 2 FLOP/s of 5
-    assert table["idle"] == dict(ms=2000, share=0.2)
-    profile.print_table(table, 2, 20.0, "GPU time", (100.0, 10.0))
-    assert "matrix products     5000.00   50.0%       20.0      0.0      80%" in capsys.readouterr().out
-    facts = dict(n_layer=1, n_embd=8, hardware="a GPU", torch="2", world_size=1)
-    figures.roofline(table, 100.0, 10.0, facts, tmp_path / "roofline.png")
-    assert (tmp_path / "roofline.png").read_bytes().startswith(b"\x89PNG")
-    assert "of_roof" not in profile.make_table(seconds, 20.0, 2, None, {"loss": (6, 12)})["loss"]
 
 
 def test_evaluations_are_not_profiled(train):
