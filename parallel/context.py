@@ -30,7 +30,7 @@ from torch.distributed._functional_collectives import wait_tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from common.errors import UserError
-from parallel.process_group import tensor_groups, try_one_of
+from parallel.process_group import must_divide
 
 
 def check_flags(config, distributed):
@@ -38,15 +38,10 @@ def check_flags(config, distributed):
     size, ranks, heads = config.context, distributed.data_context_size, config.n_head // config.tensor
     if size == 1:
         return
-    fits = [n for n in range(2, min(ranks, heads) + 1) if ranks % n == 0 and config.seq_len % n == 0]
-    hint = try_one_of(fits, "use --context 1")
-    tokens = f"{config.seq_len} tokens of a sequence"
-    for number, things in ((ranks, tensor_groups(ranks, config.tensor)), (config.seq_len, tokens)):
-        if number % size:
-            raise UserError(f"--context {size} does not divide {things}: {hint}")
+    must_divide("context", size, ranks, "ranks, or groups of --tensor ranks")
+    must_divide("context", size, config.seq_len, "tokens of a sequence")
     if size > heads:
-        parts = "" if config.tensor == 1 else f" in each of {config.tensor} parts of a layer"
-        raise UserError(f"--context {size} is more than {heads} attention heads{parts}: {hint}")
+        raise UserError(f"--context {size} is more than the {heads} attention heads of a rank")
 
 
 def split(model, config, distributed):

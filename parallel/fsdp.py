@@ -16,7 +16,6 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from common.errors import Note, UserError, out_of_memory
 from optim.schedules import accumulation_steps
 from parallel import tensor
-from parallel.process_group import tensor_groups
 
 # Minimum number of parameters in one all-gather. With smaller all-gathers Python takes longer to launch a block than
 # the GPU to compute it. GPT-2 124M with zero3 on two H200s: gathering four blocks together is 1.02 x as fast, 1.05 x
@@ -50,8 +49,7 @@ def check_flags(config, distributed, notes):
     ranks, shards = distributed.data_context_size, shard_group_size(config, distributed)
     if config.parallel == "hsdp":
         if ranks % shards:
-            where = tensor_groups(ranks, config.tensor)
-            raise UserError(f"--parallel hsdp: the {shards} ranks of a machine do not divide {where}: use zero3")
+            raise UserError(f"--parallel hsdp: the {shards} ranks of a machine do not divide {ranks}: use zero3")
         if ranks == shards > 1:
             notes.append(Note("parallel", "hsdp", "all ranks share one copy, which is zero3"))
         if shards == 1 < ranks:
@@ -76,26 +74,6 @@ def blocks_together(config):
     return max(1, min(math.ceil(MIN_ALL_GATHER_PARAMS / (12 * config.n_embd**2)), config.n_layer // 3))
 
 
-def units_of(blocks, config):
-    """The FSDP units of a GPT, or a stage of one, besides itself: lists of adjacent blocks."""
-    together = blocks_together(config)
-    return [blocks[i : i + together] for i in range(0, len(blocks), together)]
-
-
-def describe(config, distributed):
-    """--parallel, --tensor and --context in words."""
-    words, size, unit = config.parallel, distributed.data_context_size, "ranks"
-    if config.tensor > 1:
-        unit = "such groups"
-        words = f"{config.tensor} ranks split every layer" + (f"; {words} over {size} {unit}" if size > 1 else "")
-    if config.parallel == "hsdp":
-        shards = shard_group_size(config, distributed)
-        words += f", {size // shards} copies on {shards} {unit} each"
-    if config.context > 1:
-        words += f"; {config.context} {unit} split every sequence"
-    return words + (", gradients averaged in bf16" if config.bf16_gradients else "")
-
-
 def shard(model, blocks, config, mesh):
     """Shard a GPT, or a stage of one, in place over a mesh of (replicate, shard) or (shard). Parameters become
     DTensors, whose shards are the float32 master weights.
@@ -108,7 +86,8 @@ def shard(model, blocks, config, mesh):
         reduce_dtype=torch.bfloat16 if config.bf16_gradients else torch.float32,
         cast_forward_inputs=False,  # --bf16_residual alone decides the dtype of the residual stream
     )
-    units = units_of(blocks, model.config)
+    together = blocks_together(model.config)
+    units = [blocks[i : i + together] for i in range(0, len(blocks), together)]
     for unit in (*units, model):
         fully_shard(unit, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward(unit, model, config))
     for unit, following in zip(units, units[1:]):

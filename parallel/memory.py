@@ -10,7 +10,6 @@ from optim.optimizer import OPTIMIZERS
 from optim.schedules import accumulation_steps
 from parallel.fsdp import blocks_together, is_sharded, shard_group_size
 from parallel.pipeline import blocks_in_flight, blocks_of_stages
-from parallel.process_group import ranks_in_words
 from parallel.tensor import sequence_parts
 
 LARGEST_MICRO_BATCH = 128  # sequences; with 128 a step of 124M is 1.03 x as fast as with 64, on an H100
@@ -31,16 +30,11 @@ PEAK_BYTES = {
 LOSS_PARALLEL_BYTES = 9  # of the head with --tensor, at least: its logits and gradients are float32; fitted as well
 
 
-def nearest_multiples(number, factor):
-    """The multiples of factor below and above number, in words."""
-    below = number // factor * factor
-    return f"{below} or {below + factor}" if below else str(factor)
-
-
 def data_ranks(distributed):
     """The ranks, or groups of ranks, that the micro-batches of a batch are divided among, in words."""
-    size = distributed.world_size // distributed.data_size
-    return ranks_in_words(distributed.data_size, size)
+    count, size = distributed.data_size, distributed.world_size // distributed.data_size
+    plural = "s" if count != 1 else ""
+    return f"{count} rank{plural}" if size == 1 else f"{count} group{plural} of {size} ranks"
 
 
 def free_memory(distributed):
@@ -56,13 +50,8 @@ def choose_micro_batch_size(config, distributed, free):
 
     free: bytes, as free_memory gives them. Raises UserError if no micro-batch size divides the batch.
     """
-    share = config.seq_len * distributed.data_size
-    if config.total_batch_size % share:
-        nearest = nearest_multiples(config.total_batch_size, share)
-        raise UserError(
-            f"--total_batch_size {config.total_batch_size} cannot be divided into sequences of {config.seq_len} tokens "
-            f"over {data_ranks(distributed)}: try {nearest}"
-        )
+    check_batch(replace(config, micro_batch_size=1), distributed)
+    share = config.seq_len * distributed.data_size  # tokens of one sequence in every micro-batch
     largest = LARGEST_IN_WARMUP if config.batch_warmup_steps else LARGEST_MICRO_BATCH
     limit, reason = largest, f"the default on {distributed.device.type}"
     if free is None:
@@ -82,19 +71,18 @@ def choose_micro_batch_size(config, distributed, free):
     return max(sizes, default=1), reason
 
 
-def check_micro_batch_size(config, distributed):
+def check_batch(config, distributed):
     """Raises UserError if the micro-batches of all ranks do not divide the batch."""
-    share = config.seq_len * distributed.data_size  # tokens of one sequence in every micro-batch
-    if config.total_batch_size % (config.micro_batch_size * share) == 0:
-        return
-    sequences = config.total_batch_size // share
-    fits = [b for b in range(1, sequences + 1) if config.total_batch_size % (b * share) == 0]
-    nearest = nearest_multiples(config.total_batch_size, config.micro_batch_size * share)
-    hint = f"--micro_batch_size {min(fits, key=lambda b: abs(b - config.micro_batch_size))} or " if fits else ""
-    raise UserError(
-        f"--total_batch_size {config.total_batch_size} is not a multiple of micro_batch_size {config.micro_batch_size} "
-        f"× seq_len {config.seq_len} × {data_ranks(distributed)}: try {hint}--total_batch_size {nearest}"
-    )
+    tokens, share = config.total_batch_size, config.seq_len * distributed.data_size
+    of_ranks = config.micro_batch_size * share
+    if tokens % of_ranks:
+        below = tokens // of_ranks * of_ranks
+        fits = [f"--micro_batch_size {b}" for b in range(1, config.micro_batch_size) if tokens % (b * share) == 0][-1:]
+        fits += [f"--total_batch_size {each}" for each in (below, below + of_ranks) if each]
+        raise UserError(
+            f"--total_batch_size {tokens} is not a multiple of micro_batch_size {config.micro_batch_size} × seq_len "
+            f"{config.seq_len} × {data_ranks(distributed)}: try {' or '.join(fits)}"
+        )
 
 
 def less_memory(micro_batch_size=1):

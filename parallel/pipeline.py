@@ -27,7 +27,7 @@ from kernels.compile import compile_model
 from model import GPT
 from optim.schedules import accumulation_steps
 from parallel import tensor
-from parallel.process_group import tensor_groups, try_one_of
+from parallel.process_group import must_divide
 
 
 def check_flags(config, distributed):
@@ -35,40 +35,29 @@ def check_flags(config, distributed):
     size = config.pipeline
     if size == 1:
         return
+    must_divide("pipeline", size, distributed.world_size // config.tensor, "ranks, or groups of --tensor ranks")
     if size > config.n_layer + 1:
         raise UserError(
-            f"--pipeline {size}: {config.n_layer} blocks and the head fill at most {config.n_layer + 1} stages"
+            f"--pipeline {size}: {config.n_layer} blocks and the head fill {config.n_layer + 1} stages at most"
         )
-    groups = distributed.world_size // config.tensor
-    if groups % size:
-        fits = [n for n in range(2, config.n_layer + 2) if groups % n == 0]
-        where, hint = tensor_groups(groups, config.tensor), try_one_of(fits, "use --pipeline 1")
-        raise UserError(f"--pipeline {size} does not divide {where}: {hint}")
     if config.parallel in ("zero3", "hsdp"):
         raise UserError(
             f"--pipeline keeps a stage's weights gathered during a step, so --parallel {config.parallel} saves "
             "nothing: use zero2"
         )
-    if config.context > 1:
-        raise UserError("--pipeline excludes --context: use --tensor with --context")
-    if config.batch_warmup_steps:
-        raise UserError(
-            "--batch_warmup_steps begins with one micro-batch, which leaves all stages of --pipeline but one idle: "
-            "leave one of the two out"
-        )
+    for flag in ("context", "batch_warmup_steps"):
+        if getattr(config, flag) > 1:
+            raise UserError(f"--pipeline excludes --{flag}: leave one of the two out")
 
 
 def check_micro_batches(config, distributed):
     """Raises UserError if a step has too few micro-batches for --pipeline's schedule."""
     size, micro_steps = config.pipeline, accumulation_steps(0, config, distributed.data_size)
-    if micro_steps >= size or size == 1:
-        return
-    sequences = micro_steps * config.micro_batch_size  # of each data-parallel rank
-    fits = [b for b in range(1, sequences // size + 1) if sequences % (b * size) == 0]
-    hint = f"--micro_batch_size {fits[-1]}" if fits else "a larger --total_batch_size"
-    raise UserError(
-        f"--pipeline {size} needs {size} micro-batches or more in a step, and there are {micro_steps}: use {hint}"
-    )
+    if micro_steps < size:
+        raise UserError(
+            f"--pipeline {size} needs {size} micro-batches or more in a step, and there are {micro_steps}: use a "
+            "smaller --micro_batch_size or a larger --total_batch_size"
+        )
 
 
 def blocks_of_stages(config, vocab_size=VOCAB_SIZE):

@@ -21,7 +21,7 @@ def check(config, distributed, free_memory, notes):
         config.micro_batch_size, reason = memory.choose_micro_batch_size(config, distributed, free_memory)
         notes.append(Note("micro_batch_size", config.micro_batch_size, reason))
     else:
-        memory.check_micro_batch_size(config, distributed)
+        memory.check_batch(config, distributed)
     pipeline.check_micro_batches(config, distributed)
     fsdp.check_accumulation(config, distributed)
 
@@ -67,10 +67,15 @@ def place(model, config, distributed, autocast):
 
 def describe(config, distributed):
     """The parallel mode in words, for the plan."""
-    words = fsdp.describe(config, distributed)
-    if config.pipeline == 1:
-        return words
-    stages = " + ".join(map(str, pipeline.blocks_of_stages(config)))
-    own = f"{config.pipeline} ranks share the blocks, {stages}; the bubble is "
-    own += f"{pipeline.bubble(config, distributed):.1%} of a step"
-    return own + (f"; each stage: {words}" if distributed.data_size * config.tensor > 1 else "")
+    parts = []
+    if config.pipeline > 1:
+        stages = " + ".join(map(str, pipeline.blocks_of_stages(config)))
+        bubble = f"{pipeline.bubble(config, distributed):.1%} of a step"
+        parts.append(f"{config.pipeline} ranks share the blocks, {stages}; the bubble is {bubble}")
+    for size, thing in ((config.tensor, "layer"), (config.context, "sequence")):
+        if size > 1:
+            parts.append(f"{size} ranks split every {thing}")
+    mode, shards = config.parallel, fsdp.shard_group_size(config, distributed)
+    if mode == "hsdp":
+        mode += f", {distributed.data_context_size // shards} copies on {shards} ranks each"
+    return "; ".join([*parts, mode + (", gradients averaged in bf16" if config.bf16_gradients else "")])

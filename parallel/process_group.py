@@ -231,18 +231,8 @@ def stop():
         dist.destroy_process_group()
 
 
-def try_one_of(sizes, otherwise):
-    """A hint in words: the sizes that are possible, or else what to do."""
-    return f"try one of {sizes}" if sizes else otherwise
-
-
-def ranks_in_words(count, size):
-    """`count` ranks, or `count` groups of `size` ranks."""
-    plural = "s" if count != 1 else ""
-    return f"{count} rank{plural}" if size == 1 else f"{count} group{plural} of {size} ranks"
-
-
-def tensor_groups(count, tensor):
-    """ranks_in_words of --tensor's groups, with the flag: it may come from a resumed run."""
-    words = ranks_in_words(count, tensor)
-    return words if tensor == 1 else f"{words} (--tensor {tensor})"
+def must_divide(flag, size, number, things):
+    """Raises UserError if --FLAG SIZE does not divide this number of things."""
+    if number % size:
+        divisors = [n for n in range(1, number + 1) if number % n == 0]
+        raise UserError(f"--{flag} {size} does not divide {number} {things}: try one of {divisors}")

@@ -38,7 +38,7 @@ from torch.distributed.tensor.parallel import loss_parallel
 
 from common.errors import Note, UserError
 from optim.optimizer import OPTIMIZERS
-from parallel.process_group import try_one_of
+from parallel.process_group import must_divide
 
 
 def check_flags(config, distributed, notes):
@@ -48,20 +48,13 @@ def check_flags(config, distributed, notes):
         return
     if not config.pad_vocab:
         raise UserError("--tensor divides the rows of the embedding table equally, which needs --pad_vocab")
-    ranks = distributed.world_size
-    divide_heads = [n for n in range(2, config.n_head + 1) if config.n_head % n == 0]
-    fits = [n for n in divide_heads if ranks % n == 0]
-    if size not in divide_heads:
-        hint = try_one_of(fits or divide_heads, "use --tensor 1")
-        raise UserError(f"--tensor {size} does not divide {config.n_head} attention heads: {hint}")
-    if ranks % size:
-        raise UserError(f"--tensor {size} does not divide {ranks} ranks: {try_one_of(fits, 'use --tensor 1')}")
+    must_divide("tensor", size, config.n_head, "attention heads")
+    must_divide("tensor", size, distributed.world_size, "ranks")
     if needs_rows := OPTIMIZERS[config.optimizer].needs_rows:
         raise UserError(f"--optimizer {config.optimizer} {needs_rows}, which --tensor splits: use adamw")
     if sequence_parts(config) < size:
-        part = f"seq_len {config.seq_len}" + (f" / {config.context}" if config.context > 1 else "")
-        reason = f"it does not divide {part}, so every rank holds the whole residual stream"
-        notes.append(Note("tensor", size, reason))
+        reason = f"it does not divide seq_len {config.seq_len} / context {config.context}"
+        notes.append(Note("tensor", size, f"{reason}, so every rank holds the whole residual stream"))
 
 
 def sequence_parts(config):

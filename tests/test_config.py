@@ -101,8 +101,8 @@ def test_without_a_compiler_it_runs_uncompiled(monkeypatch):
     "words, world_size, flags",
     [
         ("--micro_batch_size 4 ", 1, dict(total_batch_size=8192, seq_len=1024, micro_batch_size=5)),
-        ("516096 or 522240", 6, dict(micro_batch_size=1, total_batch_size=518000)),
-        ("522240 or 528384", 6, dict()),
+        ("516096 or --total_batch_size 522240", 6, dict(micro_batch_size=1, total_batch_size=518000)),
+        ("522240 or --total_batch_size 528384", 6, dict()),
         ("--n_head 4", 1, dict(n_embd=64, n_head=5)),
         ("--init_from", 1, dict(init_from="gpt2", n_layer=2)),
         ("--seq_len 1024", 1, dict(init_from="gpt2", seq_len=2048)),

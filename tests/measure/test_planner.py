@@ -360,7 +360,7 @@ def test_a_plan_that_is_impossible(monkeypatch):
         ("--fp8", "leave out --fp8"),
         ("--init_from gpt2", "leave out --init_from"),
         ("--tensor 5", "--tensor 5 does not divide 12 attention heads"),
-        ("--total_batch_size 1000", "--total_batch_size 1000 cannot be divided"),
+        ("--total_batch_size 1000", "--total_batch_size 1000 is not a multiple"),
         ("--parallel ddp --memory 0.4", "leave out --parallel"),
         ("--gpus 1 --parallel zero3", "--parallel zero3 needs several GPUs"),
     ):

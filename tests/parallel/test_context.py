@@ -54,13 +54,17 @@ def resolved(ranks, **flags):
 
 def test_flags_that_do_not_fit_are_refused_in_one_line():
     for ranks, flags, words in (
-        (6, dict(context=4), "--context 4 does not divide 6 ranks: try one of [2]"),
-        (3, dict(context=2), "--context 2 does not divide 3 ranks: use --context 1"),
-        (12, dict(context=3), "--context 3 does not divide 1024 tokens of a sequence: try one of [2, 4]"),
-        (12, dict(context=4, tensor=2), "--context 4 does not divide 6 groups of 2 ranks (--tensor 2): try one of [2]"),
-        (16, dict(context=16), "--context 16 is more than 12 attention heads: try one of [2, 4, 8]"),
-        (16, dict(context=4, tensor=4), "more than 3 attention heads in each of 4 parts of a layer: try one of [2]"),
-        (4, dict(context=2, total_batch_size=1024), "over 2 groups of 2 ranks: try 2048"),
+        (
+            6,
+            dict(context=4),
+            "--context 4 does not divide 6 ranks, or groups of --tensor ranks: try one of [1",
+        ),
+        (3, dict(context=2), "--context 2 does not divide 3 ranks, or groups of --tensor ranks: try one of [1, 3]"),
+        (12, dict(context=3), "--context 3 does not divide 1024 tokens of a sequence: try one of [1, 2, 4, 8, "),
+        (12, dict(context=4, tensor=2), "--context 4 does not divide 6 ranks, or groups"),
+        (16, dict(context=16), "--context 16 is more than the 12 attention heads of a rank"),
+        (16, dict(context=4, tensor=4), "more than the 3 attention heads of a rank"),
+        (4, dict(context=2, total_batch_size=1024), "2 groups of 2 ranks: try --total_batch_size 2048"),
         (1, dict(context=0), "--context 0: it must be at least 1"),
     ):
         with pytest.raises(UserError) as error:
@@ -69,12 +73,12 @@ def test_flags_that_do_not_fit_are_refused_in_one_line():
 
 
 def test_the_plan_describes_the_groups():
-    assert resolved(2, context=2)[0] == "ddp; 2 ranks split every sequence"
-    assert resolved(2, context=2, model="gpt2-xl")[0] == "ddp; 2 ranks split every sequence"  # 13 and 12 heads
+    assert resolved(2, context=2)[0] == "2 ranks split every sequence; ddp"
+    assert resolved(2, context=2, model="gpt2-xl")[0] == "2 ranks split every sequence; ddp"  # 13 and 12 heads
     odd = dict(seq_len=1022, total_batch_size=1022 * 2)
     words, notes = resolved(8, context=2, tensor=2, parallel="zero3", **odd)
-    assert words == "2 ranks split every layer; zero3 over 4 such groups; 2 such groups split every sequence"
-    assert "it does not divide seq_len 1022 / 2, so every rank holds the whole residual stream" in notes
+    assert words == "2 ranks split every layer; 2 ranks split every sequence; zero3"
+    assert "it does not divide seq_len 1022 / context 2, so every rank holds the whole residual stream" in notes
 
 
 def test_one_rank_splits_nothing():

@@ -138,15 +138,19 @@ def resolved(ranks, **flags):
 def test_flags_that_do_not_fit_are_refused_in_one_line():
     few = dict(pipeline=2, seq_len=1024, total_batch_size=4096)
     for ranks, flags, words in (
-        (4, dict(pipeline=3), "--pipeline 3 does not divide 4 ranks: try one of [2, 4]"),
-        (8, dict(pipeline=3, tensor=2), "does not divide 4 groups of 2 ranks (--tensor 2): try one of [2, 4]"),
-        (16, dict(pipeline=16), "--pipeline 16: 12 blocks and the head fill at most 13 stages"),
+        (
+            4,
+            dict(pipeline=3),
+            "--pipeline 3 does not divide 4 ranks, or groups of --tensor ranks: try one of [1",
+        ),
+        (8, dict(pipeline=3, tensor=2), "does not divide 4 ranks, or groups of --tensor ranks: try one of [1, 2, 4]"),
+        (16, dict(pipeline=16), "--pipeline 16: 12 blocks and the head fill 13 stages at most"),
         (4, dict(pipeline=2, parallel="zero3"), "--parallel zero3 saves nothing: use zero2"),
-        (2, dict(pipeline=2, batch_warmup_steps=9), "--batch_warmup_steps begins with one micro-batch"),
+        (2, dict(pipeline=2, batch_warmup_steps=9), "--pipeline excludes --batch_warmup_steps"),
         (2, dict(pipeline=2, autocast="fp16"), "needs --parallel ddp, not --pipeline 2"),
         (2, dict(few, micro_batch_size=4), "needs 2 micro-batches or more in a step, and there are 1: use "),
-        (2, dict(few, micro_batch_size=4), "--micro_batch_size 2"),
-        (4, dict(few, total_batch_size=2048, micro_batch_size=1), "use a larger --total_batch_size"),
+        (2, dict(few, micro_batch_size=4), "use a smaller --micro_batch_size"),
+        (4, dict(few, total_batch_size=2048, micro_batch_size=1), "or a larger --total_batch_size"),
     ):
         with pytest.raises(UserError) as error:
             resolved(ranks, **flags)
@@ -164,10 +168,10 @@ def test_stages_are_balanced_by_their_flops():
     assert blocks(4) == [4, 4, 4, 0]
     assert blocks(2, model=(48, 1600)) == [25, 23]
     assert resolved(2, pipeline=2, micro_batch_size=16) == (
-        "2 ranks share the blocks, 8 + 4; the bubble is 3.0% of a step"
+        "2 ranks share the blocks, 8 + 4; the bubble is 3.0% of a step; ddp"
     )
     assert resolved(4, pipeline=2, micro_batch_size=16) == (
-        "2 ranks share the blocks, 8 + 4; the bubble is 5.9% of a step; each stage: ddp"
+        "2 ranks share the blocks, 8 + 4; the bubble is 5.9% of a step; ddp"
     )
 
 
