@@ -5,24 +5,31 @@ python -m measure.plan --model gpt2-xl --gpus 16 --memory 80
 
 import common.interrupt  # first: Ctrl-C during the other imports
 
+import itertools
 import shlex
 from dataclasses import dataclass, replace
+
+import torch
 
 from common.cli import flag
 from common.errors import UserError, run
 from config import GROUPS, Config, command_line, read_command_line, set_sizes
-from measure import planner
 from measure.child_run import run_config
-from measure.step_time import Cluster, flops_per_token
+from measure.step_time import Cluster, StepTime, step_time
 from measure.tables import align
-from optim.schedules import accumulation_steps
-from parallel.memory import count_params, data_ranks
-from parallel.pipeline import blocks_of_stages
-from watch.hardware import PEAK_TFLOPS, WITHOUT_BF16, is_named, mfu, peak_tflops_of
+from parallel import fsdp, place
+from parallel.memory import StepMemory, count_params, step_memory
+from parallel.process_group import Distributed
+from watch.hardware import PEAK_TFLOPS, WITHOUT_BF16, is_named, peak_tflops_of
 
-COLUMNS = ("mode", "B", "weights", "gradients", "states", "activations", "logits", "peak GB", "ms a step", "tokens/sec")
-COLUMNS += ("MFU", "waits")
-WIDTHS = (42, 3, 7, 9, 6, 11, 6, 7, 9, 10, 6, 6)
+# What a plan chooses, the simplest first
+PARALLEL = ("ddp", "zero2", "zero3", "hsdp")
+CHECKPOINTING = ("off", "selective", "full")
+CHOSEN = ("parallel", "tensor", "context", "pipeline", "activation_checkpointing", "micro_batch_size")
+EQUAL = 1.02  # times the fastest step: closer than the estimate can tell
+
+COLUMNS = ("mode", "B", "peak GB", "ms a step", "tokens/sec", "waits")
+WIDTHS = (42, 3, 7, 9, 10, 6)
 ROWS = 10  # at most
 
 
@@ -62,95 +69,44 @@ def main():
     config, typed = read_command_line(PlanConfig)
     check(config)
     # also those of --config's or --resume's file
-    kept = {*typed, *(name for name in planner.CHOSEN if getattr(config, name) != getattr(Config, name))}
-    sized = replace(config)
+    kept = {*typed, *(name for name in CHOSEN if getattr(config, name) != getattr(Config, name))}
+    sized, cluster, free = replace(config), cluster_of(config), config.memory * 2**30
     set_sizes(sized, None)
-    best = print_layouts(sized, kept)
-    print(command(cluster_of(config), command_line(run_config(config, **best))))
-
-
-def print_layouts(config, given):
-    """Print the layouts for a Plan and Config with its sizes. given: flags on the command line.
-
-    Returns the flags of the best, {name: value}. Raises UserError if nothing fits.
-    """
-    cluster, free = cluster_of(config), config.memory * 2**30
     if any(is_named(name, config.gpu) for name in WITHOUT_BF16):
-        config = replace(config, autocast="fp16")
-    layouts, refused = planner.find_layouts(config, cluster, free, given)
-    best = planner.choose(layouts, free, given)
-    shown = planner.alternatives(layouts, free, best)
+        sized.autocast = "fp16"
+    layouts = find_layouts(sized, cluster, free, kept)
+    best = choose(layouts, free, kept)
     machines = cluster.gpus // cluster.gpus_per_machine
     where = f", {machines} machines of {cluster.gpus_per_machine}" if machines > 1 else ""
     print(
-        f"{count_params(config) / 1e6:,.0f}M parameters, {config.total_batch_size:,} tokens a step in sequences of "
+        f"{count_params(sized) / 1e6:,.0f}M parameters, {config.total_batch_size:,} tokens a step in sequences of "
         f"{config.seq_len:,}, on {cluster.gpus} × {config.gpu} with {config.memory:g} GB{where}\n"
     )
     print(align(COLUMNS, WIDTHS))
-    for layout in shown[:ROWS]:
-        print(align(cells(layout, cluster), WIDTHS))
-    if len(shown) > ROWS:
-        print(f"{len(shown) - ROWS} more are slower")
-    print()
-    for line in (*explanation(config), *steps(best, planner.too_large(layouts, free), refused, config)):
-        print(line)
-    return {name: getattr(best.config, name) for name in planner.CHOSEN}
+    for layout in of_each_kind(layouts, free, best)[:ROWS]:
+        print(align(cells(layout), WIDTHS))
+    print(
+        "\nThis is an estimate. B: sequences of a micro-batch. Waits: share of a step for communication that nothing\n"
+        f"hides, and --pipeline's bubble. Assumed: {config.mfu:.0%} of the peak in large micro-batches (--mfu), "
+        f"{config.link:g} GB/s between\nGPUs of a machine (--link), {config.network:g} GB/s between machines "
+        "(--network); formulas: measure/step_time.py.\n"
+        f"The simplest within {EQUAL - 1:.0%} of the fastest, {describe(best)}:\n"
+    )
+    chosen = {name: getattr(best.config, name) for name in CHOSEN}
+    print(command(cluster, command_line(run_config(config, **chosen))))
 
 
-def cells(layout, cluster):
+def cells(layout):
     """A Layout's row of the table as text."""
-    memory, seconds, c = layout.memory, layout.time.total, layout.config
-    parts = (memory.weights, memory.gradients, memory.states, memory.activations, memory.logits, memory.peak)
-    rate = c.total_batch_size / seconds
+    time, c = layout.time, layout.config
     return [
-        planner.describe(layout),
+        describe(layout),
         str(c.micro_batch_size),
-        *(f"{part / 2**30:.1f}" for part in parts),
-        f"{1000 * seconds:,.0f}",
-        f"{rate:,.0f}",
-        f"{mfu(rate, flops_per_token(c), cluster.peak * cluster.gpus):.1%}",
-        f"{(layout.time.communication + layout.time.bubble) / seconds:.1%}",
+        f"{layout.memory.peak / 2**30:.1f}",
+        f"{1000 * time.total:,.0f}",
+        f"{c.total_batch_size / time.total:,.0f}",
+        f"{(time.communication + time.bubble) / time.total:.1%}",
     ]
-
-
-def explanation(config):
-    """What the figures of the table mean, and the assumptions behind them."""
-    return (
-        "This is an estimate. B: sequences of a micro-batch. Memory: GB on a GPU. Peak: below the sum where gradients",
-        "replace activations, above it where ddp's backward ends with new gradients. Logits of --pipeline: what its",
-        "last rank takes beyond the first one's activations. Waits: share of a step for exposed communication and",
-        "--pipeline's bubble. zero2, zero3 and hsdp overlap communication with computation, except the embedding",
-        "table's; ddp, --tensor, --context and --pipeline wait.",
-        f"Assumed: {config.mfu:.0%} of the peak in large micro-batches (--mfu), {config.link:g} GB/s between GPUs of a",
-        f"machine (--link), {config.network:g} GB/s between machines (--network); formulas: measure/step_time.py.",
-        "",
-    )
-
-
-def steps(best, too_large, refused, config):
-    """The choice, in the order of planner.py."""
-    c, memory, time = best.config, best.memory, best.time
-    reasons = {}
-    for mode, reason in refused.items():
-        reasons.setdefault(reason, []).append(mode)
-    fit = f"{planner.describe(best)} takes {memory.peak / 2**30:.1f} of {config.memory:g} GB"
-    for mode, layout in too_large.items():
-        fit += f"; {mode} alone takes {layout.memory.peak / 2**30:.1f} GB or more"
-    micro_steps = accumulation_steps(c.batch_warmup_steps, c, best.distributed.data_size)
-    batch = f"{c.micro_batch_size} sequences × {c.seq_len:,} tokens × {micro_steps} accumulated × "
-    batch += f"{data_ranks(best.distributed)} = {c.total_batch_size:,} tokens"
-    throughput = (
-        f"the simplest within {planner.EQUAL - 1:.0%} of the fastest; {time.sent / time.total:.1%} of a step is "
-    )
-    throughput += f"communication, {time.communication / time.total:.1%} is waited for"
-    if c.pipeline > 1:
-        throughput += f"; stages of {' + '.join(map(str, blocks_of_stages(c)))} blocks"
-    return (
-        *(f"{', '.join(modes)} alone: refused, {reason}" for reason, modes in reasons.items()),
-        f"1. Fit one step: {fit}",
-        f"2. Reach the batch: {batch}",
-        f"3. Raise throughput: {throughput}",
-    )
 
 
 def command(cluster, arguments):
@@ -184,6 +140,107 @@ def cluster_of(config):
     peak = peak_tflops_of(config.gpu)
     machine = min(config.gpus, config.gpus_per_machine)
     return Cluster(config.gpus, machine, peak * 1e12, config.mfu, config.link * 1e9, config.network * 1e9)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """One way to spread a step over the GPUs."""
+
+    config: object  # a Config with all sizes and micro_batch_size
+    memory: StepMemory
+    time: StepTime
+
+    @property
+    def splits(self):
+        """The ways in which a model or a sequence is split: {flag: ranks}."""
+        sizes = {name: getattr(self.config, name) for name in ("tensor", "context", "pipeline")}
+        return {name: size for name, size in sizes.items() if size > 1}
+
+    @property
+    def simplicity(self):
+        """A key that sorts the simplest layout first."""
+        c = self.config
+        return len(self.splits), PARALLEL.index(c.parallel), CHECKPOINTING.index(c.activation_checkpointing)
+
+
+def find_layouts(config, cluster, free, given):
+    """All Layouts that the flags allow, the fastest first, with the largest micro-batches that fit.
+
+    config: a Config with its sizes. free: bytes of a GPU's memory. given: names of the flags in CHOSEN that keep
+    config's value. Raises UserError, that of the simplest layout, if no layout is allowed.
+    """
+    device = torch.device("cuda")  # which need not exist
+    divisors = [n for n in range(1, cluster.gpus + 1) if cluster.gpus % n == 0]
+    in_machine = [n for n in divisors if cluster.gpus_per_machine % n == 0]
+    values = dict(parallel=PARALLEL, tensor=in_machine, context=in_machine, pipeline=divisors)
+    values["activation_checkpointing"] = CHECKPOINTING
+    values |= {name: [getattr(config, name)] for name in values if name in given}
+    found, errors = [], []
+    for choice in itertools.product(*values.values()):
+        candidate = replace(config, **dict(zip(values, choice)))
+        splits = (candidate.tensor, candidate.context, candidate.pipeline)
+        distributed = Distributed(0, cluster.gpus, device, *splits, cluster.gpus_per_machine)
+        try:
+            if prepare(candidate, distributed, free, given):
+                memory = step_memory(candidate, distributed)
+                found.append(Layout(candidate, memory, step_time(candidate, distributed, cluster)))
+        except UserError as error:
+            errors.append(error)
+    if not found:
+        raise errors[0] if errors else UserError(f"--parallel {config.parallel} needs several GPUs: leave it out")
+    return sorted(found, key=lambda layout: layout.time.total)
+
+
+def prepare(config, distributed, free, given):
+    """Complete a Config in place, as a run does. Returns False if it equals a simpler one.
+
+    Raises UserError for flags that a run refuses.
+    """
+    if config.overlap_gradients and (fsdp.is_sharded(config) or distributed.world_size == 1 or not config.compile):
+        raise UserError("--overlap_gradients needs --compile, several ranks, and ddp without --tensor and --pipeline")
+    config.fused_cross_entropy &= config.tensor == 1
+    config.bf16_residual &= config.autocast == "bf16"
+    place.check(config, distributed, free, [])
+    ranks = distributed.data_context_size
+    if config.parallel != "ddp" and ranks == 1 and (distributed.world_size == 1 or "parallel" not in given):
+        return False  # there is nothing to shard: ddp
+    shards = fsdp.shard_group_size(config, distributed)
+    return config.parallel != "hsdp" or shards not in (1, ranks) or "parallel" in given  # else ddp, or zero3
+
+
+def choose(layouts, free, given):
+    """The simplest Layout that fits and takes at most EQUAL times the step time of the fastest.
+
+    layouts: of find_layouts. Raises UserError if none fits.
+    """
+    fitting = [layout for layout in layouts if layout.memory.fits(free)]
+    if not fitting:
+        least = min(layouts, key=lambda layout: layout.memory.peak)
+        fixed = "".join(f", leave out --{name}" for name in CHOSEN if name in given)
+        raise UserError(
+            f"nothing fits {free / 2**30:g} GB a GPU: the least, {describe(least)}, takes "
+            f"{least.memory.peak / 2**30:.1f} GB: use more --gpus{fixed}, or a smaller --model or --seq_len"
+        )
+    equal = [layout for layout in fitting if layout.time.total <= EQUAL * fitting[0].time.total]
+    return min(equal, key=lambda layout: layout.simplicity)
+
+
+def of_each_kind(layouts, free, best):
+    """The best Layout, and for each other mode and combination of splits the fastest that fits; the fastest first."""
+    kinds = {}
+    for layout in (best, *layouts):
+        if layout.memory.fits(free):
+            kinds.setdefault((layout.config.parallel, *layout.splits), layout)
+    return sorted(kinds.values(), key=lambda layout: layout.time.total)
+
+
+def describe(layout):
+    """A Layout in words."""
+    c = layout.config
+    words = [c.parallel, *(f"{name} {size}" for name, size in layout.splits.items())]
+    if c.activation_checkpointing != "off":
+        words.append(f"{c.activation_checkpointing} checkpointing")
+    return ", ".join(words)
 
 
 if __name__ == "__main__":

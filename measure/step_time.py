@@ -37,7 +37,7 @@ from dataclasses import dataclass
 from data.tokenizer import VOCAB_SIZE
 from optim.schedules import accumulation_steps
 from parallel.fsdp import is_sharded, shard_group_size
-from parallel.memory import compute_bytes, count_params, params_of_embeddings, params_of_rank
+from parallel.memory import compute_bytes, params_of_embeddings, params_of_rank
 from parallel.pipeline import blocks_of_stages
 
 # Measured with GPT-2 124M and 1558M on H200s: dev/LOG.md, docs/scaling.md
@@ -79,27 +79,15 @@ class StepTime:
         return self.computation + self.bubble + self.communication
 
 
-@dataclass(frozen=True)
-class Group:
-    """The ranks of a collective."""
-
-    ranks: int  # in a machine
-    machines: int
-    sharing: int  # groups that send over the network of one machine at the same time
-
-
-def group_of(size, stride, cluster):
-    """The Group of `size` ranks, each `stride` after the one before."""
-    ranks = max(1, min(size, cluster.gpus_per_machine // stride))
-    return Group(ranks, -(-size // ranks), cluster.gpus_per_machine // ranks)
-
-
-def gather(size, group, cluster):
+def gather(size, count, stride, cluster):
     """Seconds of an all-gather or a reduce-scatter of a tensor of `size` bytes, of half an all-reduce of it, or of an
-    all-to-all in which each rank's input has `size` bytes."""
-    inside = (group.ranks - 1) / group.ranks * size / cluster.link
-    between = (group.machines - 1) / group.machines * size * group.sharing / cluster.network
-    return inside + between + (LATENCY if group.ranks * group.machines > 1 else 0)
+    all-to-all in which each rank's input has `size` bytes, by `count` ranks, each `stride` after the one before."""
+    ranks = max(1, min(count, cluster.gpus_per_machine // stride))  # in a machine
+    machines = -(-count // ranks)
+    sharing = cluster.gpus_per_machine // ranks  # groups that send over the network of one machine at the same time
+    inside = (ranks - 1) / ranks * size / cluster.link
+    between = (machines - 1) / machines * size * sharing / cluster.network
+    return inside + between + (LATENCY if count > 1 else 0)
 
 
 def flops_of_block(config):
@@ -112,17 +100,12 @@ def flops_of_block(config):
     return 72 * config.n_embd**2 + attention * 12 * config.n_embd * config.seq_len
 
 
-def flops_of_head(config):
-    """FLOPs per token, forward and backward, of the head."""
-    return 6 * VOCAB_SIZE * config.n_embd
-
-
 def micro_batch_seconds(config, cluster):
     """Seconds of one micro-batch's computation, on a pipeline's slowest rank."""
     tokens = config.micro_batch_size * config.seq_len / (config.context * config.tensor)
     rate = cluster.peak * cluster.mfu
     block = tokens * flops_of_block(config) * RECOMPUTED[config.activation_checkpointing] / rate
-    head = tokens * flops_of_head(config) / rate
+    head = tokens * 6 * VOCAB_SIZE * config.n_embd / rate
     of_ranks = [blocks * (block + LAYER_SECONDS) for blocks in blocks_of_stages(config)]
     of_ranks[-1] += head
     return max(of_ranks) * (SHARDED[config.parallel] if is_sharded(config) else 1)
@@ -136,15 +119,14 @@ def split_seconds(config, distributed, cluster):
     # selective keeps the outputs of reduce-scatters and all-to-alls, and repeats all-gathers
     collectives = dict(off=8, selective=10, full=12)[config.activation_checkpointing] * blocks + 4  # 4: embedding, head
     copied = COPIES * stream
-    seconds = collectives * gather(copied, group_of(tensor, 1, cluster), cluster)
+    seconds = collectives * gather(copied, tensor, 1, cluster)
     # q, k and v in one all-to-all, attention's output in the other; as many in backward
-    group = group_of(context, tensor, cluster)
-    exchange = gather(3 * copied / tensor, group, cluster) + gather(copied / tensor, group, cluster)
+    exchange = sum(gather(part * copied / tensor, context, tensor, cluster) for part in (3, 1))
     seconds += blocks * exchange * (3 if config.activation_checkpointing == "full" else 2)
     if pipeline > 1:
         stage = tensor * distributed.data_context_size  # ranks of a stage, which send at the same time
-        leaves = group_of(pipeline, stage, cluster).machines > 1
-        rate = cluster.network / min(stage, cluster.gpus_per_machine) if leaves else cluster.link
+        machine = cluster.gpus_per_machine
+        rate = cluster.network / min(stage, machine) if pipeline * stage > machine else cluster.link
         seconds += 2 * stream / tensor / rate
     return seconds
 
@@ -153,25 +135,19 @@ def averaging_seconds(config, distributed, cluster):
     """Seconds of communication of weights and gradients: (in every micro-batch, once a step)."""
     params, tensor, shards = params_of_rank(config), config.tensor, shard_group_size(config, distributed)
     gradient = 2 if config.bf16_gradients else 4
-    group = group_of(shards, tensor, cluster)
-    gathered = gather(compute_bytes(config) * params, group, cluster)
-    scattered = gather(gradient * params, group, cluster)
-    replicas = group_of(distributed.data_context_size // shards, tensor * shards, cluster)
-    all_reduced = 2 * gather(gradient * params / shards, replicas, cluster)
+    gathered = gather(compute_bytes(config) * params, shards, tensor, cluster)
+    scattered = gather(gradient * params, shards, tensor, cluster)
+    replicas = distributed.data_context_size // shards
+    all_reduced = 2 * gather(gradient * params / shards, replicas, tensor * shards, cluster)
     if config.pipeline > 1:
         # the first and the last stage add up the gradients of the table
         stage = tensor * distributed.data_context_size
-        ends = group_of(2, (config.pipeline - 1) * stage, cluster)
         table = 4 * VOCAB_SIZE * config.n_embd / tensor / shards
-        return 0, gathered + scattered + all_reduced + 2 * gather(table, ends, cluster)
+        summed = 2 * gather(table, 2, (config.pipeline - 1) * stage, cluster)
+        return 0, gathered + scattered + all_reduced + summed
     if config.parallel == "zero2":
         return scattered, gathered
     return 2 * gathered + scattered, all_reduced
-
-
-def flops_per_token(config):
-    """FLOPs of forward and backward per token, as watch.hardware.flops_per_token without biases and LayerNorms."""
-    return 6 * count_params(config) + 12 * config.n_layer * config.n_embd * config.seq_len
 
 
 def step_time(config, distributed, cluster):
