@@ -6,6 +6,7 @@ torchrun --standalone --nproc_per_node=8 bench.py
 """
 
 import common.interrupt  # first: Ctrl-C during the other imports
+from common.interrupt import StopSignal
 
 import math
 import statistics
@@ -16,7 +17,6 @@ from tqdm import trange
 
 from common.cli import flag
 from common.errors import UserError, out_of_memory, run
-from common.signals import StopSignal
 from config import GROUPS, SETTLING_STEPS, Config, read_command_line, resolve
 from data.loader import make_batch
 from data.tokenizer import END_OF_TEXT

@@ -24,7 +24,7 @@ from tqdm import tqdm
 from common.cli import flag, parse, python_command
 from common.errors import UserError, first_line, run
 from common.files import regular_file
-from common.hub import check_hub, hub_errors
+from common.hub import check_hub
 from data.documents import FORMATS, reading, suffix, tokenize_files
 from data.shard_folder import ShardFolder, split_into_shards
 from data.shards import FINEWEB, FINEWEB_EDU
@@ -104,10 +104,10 @@ def find_on_hub(repository, subset, revision):
     """The URLs of a dataset's files, hf://datasets/NAME@COMMIT/PATH, in the dataset's order."""
     try:
         check_hub()
-        from datasets import load_dataset_builder
+        from datasets import load_dataset_builder  # reads HF_HUB_OFFLINE
 
         return list(load_dataset_builder(repository, subset, revision=revision).config.data_files["train"])
-    except hub_errors() as error:
+    except Exception as error:  # the hub's library has its own
         raise UserError(
             f"cannot read {repository} {subset} from the hub: {first_line(error)}; --input takes local files"
         ) from error
@@ -149,17 +149,16 @@ def check_flags(flags):
         raise UserError(f"--input {flags.input}: no such files")
     if flags.input is not None and (flags.subset, flags.revision) != (Flags.subset, Flags.revision):
         raise UserError("--subset and --revision choose files on the hub: leave them out with --input")
-    if flags.max_tokens and flags.shard_size and flags.max_tokens <= flags.shard_size:
-        raise UserError(
-            f"--max_tokens {flags.max_tokens}: the validation shard would take all of them; leave out --shard_size"
-        )
 
 
 def fill(folder, flags):
     """Write all shards that remain, and the manifest. Returns the manifest's entries; raises OSError."""
     paths, progress = start_or_continue(folder, flags)
     if not progress["shards"] or progress["state"] is not None:  # else only the manifest is missing
-        progress = write_shards(folder, progress, *open_chunks(paths, progress["state"], flags), flags)
+        get_tokenizer()  # fails here with a clear error, not in every worker
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+        chunks = tokenize_files(paths, progress["state"], flags.workers or cores)
+        progress = write_shards(folder, progress, chunks, flags)
     progress = check_count(folder, progress, flags)
     folder.finish(progress)
     return progress["shards"]
@@ -188,9 +187,8 @@ def start_or_continue(folder, flags):
     Raises UserError if the folder holds anything else.
     """
     progress = folder.read_progress()
-    own = {
-        name: getattr(flags, name) for name in ("input", "dataset", "subset", "revision", "shard_size", "max_tokens")
-    }
+    names = ("input", "dataset", "subset", "revision", "shard_size", "max_tokens")
+    own = {name: getattr(flags, name) for name in names}
     if progress and own | progress["flags"] != own:
         if progress["shards"]:
             old = " ".join(f"--{name} {value}" for name, value in progress["flags"].items() if value)
@@ -202,15 +200,7 @@ def start_or_continue(folder, flags):
     return paths, progress or dict(flags=own, source=source, shards=[], state=None, skip=0)
 
 
-def open_chunks(paths, state, flags):
-    """A generator of chunks from `state` on, and the total number of tokens, None if unknown."""
-    get_tokenizer()  # fails here with a clear error, not in every worker
-    total = None if flags.input else SUBSET_TOKENS.get(flags.subset)
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return tokenize_files(paths, state, flags.workers or cores), total
-
-
-def write_shards(folder, progress, chunks, total, flags):
+def write_shards(folder, progress, chunks, flags):
     """Write all shards that remain, while the next one is filled. Returns the final progress; raises OSError."""
     start = sum(shard["tokens"] for shard in progress["shards"]) - progress["skip"]  # tokens before the first chunk
 
@@ -229,7 +219,8 @@ def write_shards(folder, progress, chunks, total, flags):
             if done == flags.max_tokens:
                 return
 
-    bar = tqdm(total=flags.max_tokens or total, initial=start, unit="tok", unit_scale=True, desc=flags.out)
+    total = flags.max_tokens or (None if flags.input else SUBSET_TOKENS.get(flags.subset))
+    bar = tqdm(total=total, initial=start, unit="tok", unit_scale=True, desc=flags.out)
     with bar, ThreadPoolExecutor(1) as disk, contextlib.closing(chunks):
         writing = None
         for tokens, state, skip in split_into_shards(limited(), flags.shard_size or SHARD_SIZE, progress["skip"]):

@@ -10,6 +10,7 @@ format works as well. For other tasks, export.py writes a folder that EleutherAI
 
 import common.interrupt  # first: Ctrl-C during the other imports
 
+import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +23,7 @@ import tyro
 from checkpoints.load import load_model, locate
 from common.cli import flag, parse, progress
 from common.errors import UserError, first_line, out_of_memory, run
-from common.files import check_fields, open_regular, parse_json
+from common.files import check_fields, regular_file
 from data.loader import make_batch
 from data.tokenizer import get_tokenizer
 from parallel import process_group
@@ -42,19 +43,18 @@ def load_items(path=None, limit=None):
     limit: at most this many, evenly spread: HellaSwag begins with its shortest third, captions of videos.
     Raises UserError if the items cannot be read or are something else.
     """
-    from common.hub import check_hub, hub_errors
-
     source = "HellaSwag from the hub" if path is None else path
     try:
         if path is None:
+            from common.hub import check_hub
+
             check_hub()
             from datasets import load_dataset
 
             rows = load_dataset("Rowan/hellaswag", split="validation").to_list()
         else:
-            with open_regular(path) as file:
-                rows = file.readlines()
-    except hub_errors() as error:
+            rows = regular_file(path).read_bytes().splitlines()
+    except Exception as error:  # the hub's library has its own
         raise UserError(
             f"cannot read {source} ({type(error).__name__}: {first_line(error)}); hellaswag.py reads a local file with "
             "--data FILE.jsonl, train_gpt2.py with --hellaswag_data FILE.jsonl; --hellaswag_every 0 trains without it"
@@ -64,7 +64,7 @@ def load_items(path=None, limit=None):
         if path and not row.strip():
             continue
         try:
-            items.append(read_item(parse_json(row) if path else row))
+            items.append(read_item(json.loads(row) if path else row))
         except ValueError as error:
             where = f"{source}, {'line' if path else 'item'} {number}"
             raise UserError(

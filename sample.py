@@ -5,6 +5,7 @@ python sample.py gpt2 --prompt_file story.txt --stream                  # - is s
 """
 
 import common.interrupt  # first: Ctrl-C during the other imports
+from common.interrupt import Stopped
 
 import codecs
 import sys
@@ -19,7 +20,6 @@ import tyro
 from checkpoints.load import load_model
 from common.cli import flag, parse, progress
 from common.errors import UserError, out_of_memory, run
-from common.signals import Stopped
 from data.tokenizer import END_OF_TEXT, get_tokenizer
 from parallel import process_group
 

@@ -9,6 +9,7 @@ Every optimization is a flag: see --help. The plan is printed before the first s
 """
 
 import common.interrupt  # first: Ctrl-C during the other imports
+from common.interrupt import Stopped, StopSignal
 
 import math
 import sys
@@ -21,7 +22,6 @@ from checkpoints import resume
 from checkpoints.checkpointer import MAX_BAD_STEPS, Checkpointer
 from common.device import be_deterministic
 from common.errors import out_of_memory, run
-from common.signals import Stopped, StopSignal
 from config import Config, gpt_config, read_command_line, resolve
 from data.loader import Loader, TokenStream, open_streams
 from evaluation import evaluate_if_due

@@ -15,7 +15,7 @@ from checkpoints.run_folder import TRAINING, checkpoints_of, facts_of
 from common.cli import progress
 from common.dtensors import fill
 from common.errors import UserError, first_line, is_out_of_memory
-from common.files import check_fields, digest, json_digest, read_json
+from common.files import digest, json_digest, read_json
 from data.tokenizer import VOCAB_SIZE
 from model import GPT, GPTConfig
 
@@ -47,25 +47,16 @@ def newest(folder, distributed):
 
 
 def read_training(folder):
-    """The content of a checkpoint's training.json. Raises UserError if it is missing, damaged or incomplete."""
+    """The content of a checkpoint's training.json without the hash of that content. Raises UserError if it is missing
+    or damaged."""
     try:
-        training = unchanged_training(folder)
-        check_fields(training, **FIELDS)
+        training = read_json(Path(folder) / TRAINING, sha256=dict, **FIELDS)
+        if training["sha256"].pop(TRAINING, None) != json_digest(training):
+            raise ValueError("it is not what was written")
     except OSError as error:
         raise UserError(f"{folder} is not a checkpoint to resume from: {TRAINING}: {error.strerror}") from error
     except ValueError as error:
-        raise UserError(f"{folder} is damaged: {TRAINING}: {error}") from error
-    return training
-
-
-def unchanged_training(folder):
-    """The content of training.json without the hash of that content.
-
-    Raises OSError if it cannot be read, ValueError if it is not what was written.
-    """
-    training = read_json(Path(folder) / TRAINING, sha256=dict)
-    if training["sha256"].pop(TRAINING, None) != json_digest(training):
-        raise ValueError("it is not what was written")
+        raise UserError(f"{folder} is damaged: {TRAINING}: {error}; without that file its weights load") from error
     return training
 
 
@@ -117,29 +108,20 @@ def locate(name):
 
 
 def verify_weights(name):
-    """Raises UserError if a checkpoint's weights do not have the SHA-256 they were written with.
-
-    Without training.json the weights are not verified. If training.json cannot be read, this prints a message.
-    """
-    try:
-        hashes = unchanged_training(name)["sha256"]
-    except (FileNotFoundError, NotADirectoryError):
-        return
-    except (OSError, ValueError) as error:
-        print(f"{name}: its weights are not verified, because {TRAINING} cannot be read ({first_line(error)})")
-        return
-    compare(name, {file: hashes.get(file) for file in ("config.json", *weight_files(name))})
+    """Raises UserError if a checkpoint's weights do not have the SHA-256 they were written with. Without training.json
+    they are not verified."""
+    if (Path(name) / TRAINING).is_file():
+        hashes = read_training(name)["sha256"]
+        compare(name, {file: hashes.get(file) for file in ("config.json", *weight_files(name))})
 
 
 def weight_files(name):
     """The files with a model's weights: model.safetensors, or the pieces of a sharded checkpoint.
 
-    Where training.json can be read, only files that it lists.
+    Where there is a training.json, only files that it lists.
     """
-    try:
-        files = unchanged_training(name)["sha256"]
-    except (OSError, ValueError):
-        files = [path.name for path in Path(name).glob("*.safetensors")]
+    listed = (Path(name) / TRAINING).is_file()
+    files = read_training(name)["sha256"] if listed else [path.name for path in Path(name).glob("*.safetensors")]
     return [WEIGHTS] if WEIGHTS in files else sorted(filter(pieces.is_piece, files)) or [WEIGHTS]
 
 

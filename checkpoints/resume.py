@@ -26,12 +26,10 @@ class Start:
 
     @property
     def step(self):
-        """Updates so far."""
         return self.training["step"] if self.training else 0
 
     @property
     def tokens(self):
-        """Tokens trained on so far."""
         return self.training["tokens"] if self.training else 0
 
 

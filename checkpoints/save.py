@@ -21,10 +21,6 @@ from data.tokenizer import save_tokenizer
 from optim.optimizer import named_state
 from parallel.tensor import in_gpt2_order
 
-README = """The weights are in pieces, shard-*.safetensors, which the commands of this project read.
-`transformers` needs one file: python export.py {folder} my-gpt2
-"""
-
 
 def snapshot(model, optimizer, distributed):
     """Host copies of a checkpoint's tensors. A collective: every rank calls it.
@@ -92,7 +88,6 @@ def write(folder, model, tensors, training, group=None):
         if lost := [name for name in hashes if not (unfinished / name).exists()]:
             raise OSError(f"{lost[0]} is not in {unfinished}: all machines must share --log_dir")
         hugging_face.write_config(model.config, unfinished)
-        (unfinished / "README.md").write_text(README.format(folder=folder))
     else:
         if unfinished.exists():
             shutil.rmtree(unfinished)
@@ -104,8 +99,7 @@ def write(folder, model, tensors, training, group=None):
         for name, written in ((WEIGHTS, weights), (STATE, state)):
             pieces.check_written(unfinished / name, written)
     save_tokenizer(unfinished, model.config.seq_len)
-    others = {path for path in unfinished.iterdir() if path.name not in hashes and path.suffix != ".md"}
-    hashes |= {path.name: digest(path) for path in sorted(others)}
+    hashes |= {path.name: digest(path) for path in sorted(unfinished.iterdir()) if path.name not in hashes}
     training = training | dict(sha256=hashes)
     hashes[TRAINING] = json_digest(training)  # of all but this entry
     (unfinished / TRAINING).write_text(json.dumps(training, indent=2) + "\n")

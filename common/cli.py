@@ -131,10 +131,6 @@ def unknown(argument, flags, hints):
         return f"{spelled}: there is no such flag{f', did you mean --{near[0]}?' if near else ''}; see --help"
     if name in flags and (equals or argument.startswith("-")):
         return f"{argument}: a flag starts with two dashes: --{argument.lstrip('-')}"
-    if "config" in flags and argument.endswith((".py", ".json", ".toml", ".yaml", ".yml")):
-        return f"{argument}: flags come from the command line, or from a file: --config FILE.yaml"
-    if "input" in flags and Path(argument).exists():
-        return f"{argument}: use --input {argument}"
     if argument.lower() in SWITCH_VALUES:
         return f"{argument!r}: a switch has no value, --NAME turns it on and --no_NAME off"
     return f"{argument!r} is neither a flag nor its value; see --help"

@@ -19,23 +19,9 @@ def regular_file(path):
     return Path(path)
 
 
-def open_regular(path):
-    """Open a regular file for reading bytes. Raises OSError for anything else."""
-    return open(regular_file(path), "rb")
-
-
-def parse_json(text):
-    """json.loads that raises ValueError, not RecursionError, for JSON that is nested too deeply."""
-    try:
-        return json.loads(text)
-    except RecursionError as error:
-        raise ValueError("it is nested too deeply") from error
-
-
 def read_json(path, **fields):
     """The JSON of a regular file, a dictionary with these fields, {name: type}. Raises OSError or ValueError."""
-    with open_regular(path) as file:
-        content = parse_json(file.read())
+    content = json.loads(regular_file(path).read_bytes())
     check_fields(content, **fields)
     return content
 
@@ -69,17 +55,10 @@ def write_json(path, content):
         file.write((json.dumps(content, indent=2) + "\n").encode())
 
 
-def is_disk_full(error):
-    """Whether an error of writing says that a disk or a quota is full."""
-    # errors of safetensors and of other ranks have the number in their text alone
-    numbers = errno.ENOSPC, errno.EDQUOT
-    return any(f"[Errno {number}]" in str(error) or f"(os error {number})" in str(error) for number in numbers)
-
-
 def digest(path):
     """The SHA-256 of a file, in hexadecimal."""
     result = hashlib.sha256()
-    with open_regular(path) as file:
+    with regular_file(path).open("rb") as file:
         while block := file.read(2**24):
             result.update(block)
     return result.hexdigest()

@@ -6,7 +6,7 @@ import yaml
 
 from common.cli import given
 from common.errors import UserError, first_line
-from common.files import atomic_write, open_regular
+from common.files import atomic_write, regular_file
 
 # What to use in place of flags that do not exist here: nanoGPT's and build-nanogpt's names, and former names
 HINTS = {
@@ -18,30 +18,19 @@ HINTS = {
     "ladder_steps": "it is for the ladder: add --ladder",
     # nanoGPT and build-nanogpt
     "batch_size": "use --micro_batch_size (sequences on a device) or --total_batch_size (tokens in a step)",
-    "B": "use --micro_batch_size",
     "gradient_accumulation_steps": "use --total_batch_size, the tokens in a step",
     "block_size": "use --seq_len",
-    "T": "use --seq_len",
     "dropout": "GPT-2 is trained without dropout here",
     "bias": "every linear layer has a bias, as in OpenAI's GPT-2",
     "learning_rate": "use --lr",
     "max_lr": "use --lr",
     "min_lr": "use --min_lr_ratio, a fraction of --lr",
-    "decay_lr": "use --lr_schedule constant",
-    "lr_decay_iters": "the learning rate decays until --max_steps",
     "warmup_iters": "use --warmup_steps",
     "max_iters": "use --max_steps",
     "dtype": "use --autocast bf16, fp16 or off",
-    "backend": "it is NCCL on GPUs and gloo elsewhere",
     "dataset": "use --data_dir, a folder of shards that fineweb.py wrote",
     "eval_interval": "use --val_every",
-    "eval_iters": "use --val_tokens",
-    "eval_only": "evaluate a checkpoint with hellaswag.py",
-    "always_save_checkpoint": "use --checkpoint_every",
     "out_dir": "use --log_dir",
-    "log_interval": "every step prints and logs a line",
-    "wandb_log": "use --wandb online or offline",
-    "wandb_run_name": "use --run_name",
     # former names
     "attention_backend": "use --attention",
     "packed_qkv": "use --attention",
@@ -70,8 +59,8 @@ def read(path, flags_type):
     Raises UserError if the file cannot be read, has flags that do not exist, or values that do not fit.
     """
     try:
-        with open_regular(path) as file:
-            content = yaml.load(file, Loader=yaml.BaseLoader)  # all values as text: `off` is one of some flags' values
+        # all values as text: `off` is one of some flags' values
+        content = yaml.load(regular_file(path).read_bytes(), Loader=yaml.BaseLoader)
     except (OSError, yaml.YAMLError, UnicodeDecodeError) as error:
         raise UserError(f"cannot read the flags in {path}: {first_line(error)}") from error
     if not isinstance(content or {}, dict):

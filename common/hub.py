@@ -1,4 +1,4 @@
-"""The Hugging Face hub: whether it answers, its files, and its errors."""
+"""The Hugging Face hub: whether it answers, and its files."""
 
 import functools
 import http.client
@@ -52,10 +52,3 @@ def find_file(name, file):
     from huggingface_hub import hf_hub_download
 
     return Path(hf_hub_download(str(name), file))
-
-
-def hub_errors():
-    """The exceptions of reading from the hub: its library's own, and those of the HTTP library it uses."""
-    from huggingface_hub.errors import HTTPError
-
-    return OSError, ValueError, HTTPError

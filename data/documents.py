@@ -8,6 +8,7 @@ import codecs
 import collections
 import contextlib
 import functools
+import json
 import multiprocessing
 import os
 import re
@@ -18,8 +19,7 @@ from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 
 from common.errors import UserError, first_line
-from common.files import check_fields, parse_json
-from common.hub import hub_errors
+from common.files import check_fields
 from data.tokenizer import tokenize
 
 DOCUMENTS_PER_TASK = 4096  # at most, of parquet: a task stays within one row group
@@ -79,7 +79,9 @@ def reading(path):
     """Turn errors of reading `path` into a UserError: a worker can pickle it, unlike some of the hub's exceptions."""
     try:
         yield
-    except hub_errors() as error:
+    except UserError:
+        raise
+    except Exception as error:
         raise UserError(
             f"cannot read {path}: {first_line(error)}; when it can be read, run the same command again"
         ) from error
@@ -104,16 +106,8 @@ def tokenize_parquet(path, group, batch):
     A missing document counts as an empty one. Bytes that are not UTF-8 become U+FFFD.
     """
     with reading(path):
-        found = read_on(path, group, batch)
-        if found is None:  # the reader is beyond it
-            batches_of.cache_clear()
-            found = read_on(path, group, batch)
-    column = found.column(0)
+        column = next(each for number, each in batches_of(path, group) if number == batch).column(0)
     return tokenize([(text or b"").decode(errors="replace") for text in column.cast("large_binary").to_pylist()])
-
-
-def read_on(path, group, batch):
-    return next((each for number, each in batches_of(path, group) if number == batch), None)
 
 
 @functools.lru_cache(maxsize=1)
@@ -134,10 +128,9 @@ def open_parquet(path):
         # no read-ahead, which would fetch 5 MB beyond each range; the buffer holds the text of one row group
         file = pq.ParquetFile(files.open(name, "rb", cache_type="none"), buffer_size=2**23)
         types = dict(zip(file.schema_arrow.names, file.schema_arrow.types))
-    if "text" not in types:
-        raise UserError(f"{path}: there is no column named text, only {', '.join(types)}")
-    if not (pa.types.is_string(types["text"]) or pa.types.is_large_string(types["text"])):
-        raise UserError(f"{path}: the column named text holds {types['text']}, it must hold strings")
+    if types.get("text") not in (pa.string(), pa.large_string()):
+        columns = ", ".join(f"{name} ({kind})" for name, kind in types.items())
+        raise UserError(f"{path}: there is no column of strings named text, only {columns}")
     return file
 
 
@@ -158,7 +151,7 @@ def tokenize_lines(path, line, block):
         if not content.strip():
             continue
         try:
-            document = parse_json(content)
+            document = json.loads(content)
             check_fields(document, text=str)
         except ValueError as error:
             raise UserError(

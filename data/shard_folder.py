@@ -4,8 +4,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
-from tqdm import tqdm
 
+from common.cli import progress as bar
 from common.errors import UserError
 from common.files import digest, lock, write_json
 from data.shards import (
@@ -84,9 +84,6 @@ class ShardFolder:
             return None
         try:
             progress = read_with_entries(self.unfinished, flags=dict, source=dict, state=list | None, skip=int)
-            position = [*(progress["state"] or []), progress["skip"]]
-            if not all(isinstance(number, int) and number >= 0 for number in position):
-                raise ValueError("state or skip is impossible")
             for entry in progress["shards"]:
                 if len(open_shard(self.path / entry["name"])) != entry["tokens"]:
                     raise ValueError(f"{entry['name']} does not have {entry['tokens']} tokens")
@@ -140,24 +137,18 @@ class ShardFolder:
         Raises UserError for the first file that differs, is missing or is not listed.
         """
         manifest = read_manifest(self.manifest)
-        entries = {entry["name"]: entry for entry in manifest["shards"]}
-        if unlisted := [path for path in self.shard_paths() if path.name not in entries]:
+        expected = {entry["name"]: entry["sha256"] for entry in manifest["shards"]}
+        if unlisted := [path for path in self.shard_paths() if path.name not in expected]:
             raise UserError(f"{unlisted[0]} is not in {self.manifest.name}: delete it")
-
-        def check(name):
+        with ThreadPoolExecutor() as pool:
+            digests = pool.map(lambda name: digest(self.path / name), expected)
             try:
-                sha256 = digest(self.path / name)
+                for name, found in zip(expected, bar(digests, str(self.path), len(expected))):
+                    if found != expected[name]:
+                        raise UserError(
+                            f"{self.path / name} is damaged: its SHA-256 is not the one in {self.manifest.name}; make "
+                            "the shards again"
+                        )
             except OSError as error:
-                raise UserError(f"{self.path / name}: {error.strerror}; make the shards again") from error
-            if sha256 != entries[name]["sha256"]:
-                raise UserError(
-                    f"{self.path / name} is damaged: its SHA-256 is not the one in {self.manifest.name}; make the "
-                    "shards again"
-                )
-            return entries[name]["tokens"]
-
-        total = sum(entry["tokens"] for entry in manifest["shards"])
-        with ThreadPoolExecutor() as pool, tqdm(total=total, unit="tok", unit_scale=True, desc=str(self.path)) as bar:
-            for tokens in pool.map(check, entries):
-                bar.update(tokens)
+                raise UserError(f"{error.filename}: {error.strerror}; make the shards again") from error
         return manifest

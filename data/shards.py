@@ -7,15 +7,13 @@ build-nanogpt's; the manifest, shards.json, is an addition.
 
 import os
 import re
-import resource
-import tokenize
 from pathlib import Path
 
 import numpy as np
 
 from common.cli import python_command
 from common.errors import UserError, first_line
-from common.files import atomic_write, check_fields, digest, open_regular, read_json
+from common.files import atomic_write, check_fields, digest, read_json, regular_file
 from data.tokenizer import END_OF_TEXT
 
 MANIFEST = "shards.json"
@@ -46,9 +44,6 @@ def open_shards(data_dir, split):
             f"{data_dir} is not complete: run the same fineweb.py command again to finish it, or delete {unfinished} "
             "to train on the shards written so far"
         )
-    if Path(data_dir).is_file():
-        make = python_command("fineweb.py", "--input", data_dir)
-        raise UserError(f"{data_dir} is a file: `{make}` makes a folder of shards")
     paths = list_shards(data_dir, split)
     if not paths:
         raise UserError(
@@ -56,10 +51,6 @@ def open_shards(data_dir, split):
             f"your own text with `{python_command('fineweb.py', '--input', 'FILE.txt')}`, or try a small corpus with "
             f"`{python_command('train_gpt2.py', '--demo')}`"
         )
-    if len({path.suffix for each in ("val", "train") for path in list_shards(data_dir, each)}) > 1:
-        raise UserError(f"{data_dir} has .npy and .bin shards: move one kind to a folder of its own")
-    # FineWeb-Edu 100BT has about as many shards as the usual limit on open files, 1,024
-    allow_open_files(len(paths) + 512)
     shards = [open_shard(path) for path in paths]
     if os.path.lexists(Path(data_dir) / MANIFEST):
         check_manifest(data_dir, split, {path.name: len(shard) for path, shard in zip(paths, shards)})
@@ -71,40 +62,20 @@ def list_shards(data_dir, split):
     return sorted(path for path in Path(data_dir).glob(f"*_{split}_*") if path.suffix in SUFFIXES)
 
 
-def allow_open_files(count):
-    """Raise this process's limit on open files to `count`, as far as the system permits."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != resource.RLIM_INFINITY and soft < count:
-        soft = count if hard == resource.RLIM_INFINITY else min(count, hard)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-
-
 class Shard:
-    """The tokens of an open file; shard[a:b] reads (b - a,) uint16.
+    """The tokens of a file; shard[a:b] reads (b - a,) uint16."""
 
-    Not a memory map: there a file that is truncated meanwhile ends the process with SIGBUS.
-    """
-
-    def __init__(self, file, offset, length):
-        """offset: of the first token in the file, in bytes. length: in tokens."""
-        self.path = file.name
-        self._file = file
-        self._offset = offset
-        self._length = length
+    def __init__(self, path, tokens):
+        """tokens: (length,) uint16, a memory map of the file."""
+        self.path = path
+        self._tokens = tokens
 
     def __len__(self):
-        return self._length
+        return len(self._tokens)
 
-    def __getitem__(self, tokens):
-        """Raises UserError if the file ends early, or if a token is outside GPT-2's vocabulary."""
-        span = range(self._length)[tokens]
-        try:
-            content = os.pread(self._file.fileno(), 2 * len(span), self._offset + 2 * span.start)
-        except OSError as error:
-            raise UserError(f"cannot read {self.path}: {error.strerror}") from error
-        if len(content) < 2 * len(span):
-            raise UserError(f"{self.path} was truncated after it was opened: make it again")
-        tokens = np.frombuffer(content, dtype=np.uint16)
+    def __getitem__(self, span):
+        """Raises UserError if a token is outside GPT-2's vocabulary."""
+        tokens = np.array(self._tokens[span])
         if len(tokens) and tokens.max() > END_OF_TEXT:
             raise UserError(
                 f"{self.path} has token {tokens.max()}, but GPT-2's vocabulary ends with {END_OF_TEXT}: make it again "
@@ -114,51 +85,32 @@ class Shard:
 
     def document_starts(self):
         """The positions of <|endoftext|>: (documents,) int64."""
-        blocks = range(0, self._length, BLOCK)
+        blocks = range(0, len(self), BLOCK)
         return np.concatenate([start + np.flatnonzero(self[start : start + BLOCK] == END_OF_TEXT) for start in blocks])
 
 
 def open_shard(path):
     """The Shard in a .npy or .bin file. Raises UserError if the file is something else."""
     try:
-        file = open_regular(path)
-        shape, dtype = read_bin_header(file) if Path(path).suffix == ".bin" else read_npy_header(file)
-        size = os.fstat(file.fileno()).st_size
+        regular_file(path)
+        tokens = map_bin(path) if Path(path).suffix == ".bin" else np.lib.format.open_memmap(path, mode="r")
+        if tokens.dtype != np.uint16 or tokens.ndim != 1 or not len(tokens):
+            raise ValueError(f"{tokens.dtype} of shape {tokens.shape}, it must be uint16 and one-dimensional")
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}") from error
-    except ValueError as error:
+    except Exception as error:  # NumPy evaluates the header by ast.literal_eval, which raises many kinds
         raise UserError(f"{path} is not a shard: {first_line(error)}; delete it and make it again") from error
-    if dtype != np.uint16 or len(shape) != 1 or not 0 < 2 * shape[0] <= size - file.tell():
-        raise UserError(
-            f"{path} is not a shard: {dtype} of shape {shape} in a file of {size} bytes, but it must be "
-            "uint16, one-dimensional, not empty and complete; delete it and make it again"
-        )
-    shard = Shard(file, file.tell(), shape[0])
+    shard = Shard(path, np.asarray(tokens))
     shard[:65536], shard[-65536:]  # checks the tokens at both ends; the others are checked when they are read
     return shard
 
 
-def read_npy_header(file):
-    """(shape, dtype) from the start of a .npy file. Raises ValueError if it is something else."""
-    try:
-        version = np.lib.format.read_magic(file)
-        read = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
-        shape, _, dtype = read[version](file)
-        return shape, dtype
-    except (TypeError, LookupError, SyntaxError, tokenize.TokenError, MemoryError, RecursionError) as error:
-        # NumPy evaluates the header by ast.literal_eval, which raises these for malformed input
-        raise ValueError(f"its header is malformed ({type(error).__name__})") from error
-
-
-def read_bin_header(file):
-    """(shape, dtype) from the start of a .bin file. Raises ValueError if it is something else."""
-    header = np.frombuffer(file.read(4 * BIN_HEADER).ljust(12, b"\0"), dtype="<i4", count=3)
+def map_bin(path):
+    """The tokens of a .bin file as a memory map. Raises ValueError if it is something else."""
+    header = np.fromfile(path, dtype="<i4", count=3)
     if tuple(header[:2]) != (BIN_MAGIC, BIN_VERSION):
-        raise ValueError(
-            f"its magic number and version are {header[0]} and {header[1]}, for GPT-2's tokens llm.c writes "
-            f"{BIN_MAGIC} and {BIN_VERSION}"
-        )
-    return (int(header[2]),), np.dtype(np.uint16)
+        raise ValueError(f"it does not begin with {BIN_MAGIC} and {BIN_VERSION}, as llm.c's files of GPT-2's tokens do")
+    return np.memmap(path, dtype=np.uint16, mode="r", offset=4 * BIN_HEADER, shape=max(0, int(header[2])))
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -168,12 +120,8 @@ def read_bin_header(file):
 def manifest_entry(path):
     """The manifest's entry for one shard. A document counts in the shard in which it begins."""
     shard = open_shard(path)
-    return dict(
-        name=Path(path).name,
-        tokens=len(shard),
-        documents=len(shard.document_starts()),
-        sha256=digest(path),
-    )
+    documents = len(shard.document_starts())
+    return dict(name=Path(path).name, tokens=len(shard), documents=documents, sha256=digest(path))
 
 
 def read_manifest(path):
@@ -194,8 +142,6 @@ def read_with_entries(path, **fields):
     content = read_json(path, shards=list, **fields)
     for entry in content["shards"]:
         check_fields(entry, name=str, tokens=int, documents=int, sha256=str)
-        if not re.fullmatch(r"[\w.-]+", entry["name"]) or entry["tokens"] < 1 or entry["documents"] < 0:
-            raise ValueError(f"an entry has an impossible name or count: {entry!r:.200}")
     return content
 
 

@@ -8,16 +8,16 @@ from pathlib import Path
 import numpy as np
 import tiktoken
 from tiktoken.load import data_gym_to_mergeable_bpe_ranks
+from tiktoken_ext.openai_public import r50k_pat_str
 
 from common.errors import UserError
 
 END_OF_TEXT = 50256  # <|endoftext|>, which precedes every document
 VOCAB_SIZE = 50257  # 256 bytes + 50,000 merges + <|endoftext|>
 
-# SHA-256 of OpenAI's two files and the split pattern, from tiktoken_ext/openai_public.py
+# SHA-256 of OpenAI's two files, from tiktoken_ext/openai_public.py
 VOCAB_BPE_SHA256 = "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5"
 ENCODER_JSON_SHA256 = "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783"
-SPLIT_PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"""
 
 
 def vocabulary_folder():
@@ -61,7 +61,7 @@ def get_tokenizer():
         return tiktoken.Encoding(
             name="gpt2",
             explicit_n_vocab=VOCAB_SIZE,
-            pat_str=SPLIT_PATTERN,
+            pat_str=r50k_pat_str,
             mergeable_ranks=ranks,
             special_tokens={"<|endoftext|>": END_OF_TEXT},
         )

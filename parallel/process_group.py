@@ -1,5 +1,7 @@
 """The process group: this process's rank and device, and the collectives that training needs."""
 
+from common.interrupt import Stopped
+
 import gc
 import os
 from dataclasses import dataclass
@@ -12,7 +14,6 @@ import torch.distributed.nn.functional  # before the group exists: its default a
 from common.cli import progress
 from common.device import choose_device_type
 from common.errors import UserError, first_line
-from common.signals import Stopped
 
 
 @dataclass(frozen=True)

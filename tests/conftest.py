@@ -326,23 +326,6 @@ def train(command, call_main, corpus, tmp_path):
     return call
 
 
-@pytest.fixture
-def small_disk(tmp_path):
-    """Mount a file system of some MB; the test is skipped where that is not allowed."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-
-    def mount(megabytes):
-        options = ["-t", "tmpfs", "-o", f"size={megabytes}m", "tmpfs", str(folder)]
-        if not shutil.which("mount") or subprocess.run(["mount", *options], capture_output=True).returncode:
-            pytest.skip("needs the right to mount a tmpfs")
-        return folder
-
-    yield mount
-    if os.path.ismount(folder):
-        subprocess.run(["umount", "--lazy", str(folder)], check=True)
-
-
 # Trains once for each list of arguments, in the same processes. With --mask_documents attention takes the offsets, as
 # on a GPU; the single rank that these runs are compared with takes a mask.
 SEVERAL = """

@@ -17,7 +17,7 @@ from conftest import ROOT, expect_error
 import fineweb
 from common.errors import UserError
 from common.files import lock
-from data.documents import list_tasks, open_parquet
+from data.documents import batches_of, list_tasks, open_parquet
 from data.shard_folder import ShardFolder
 from data.shards import open_shards
 from data.tokenizer import END_OF_TEXT, get_tokenizer
@@ -158,12 +158,12 @@ def test_errors_are_one_line(call_main, tmp_path):
     expect_error(exact, f"only {total:,} tokens", "leave out --shard_size")
     assert not list(tmp_path.rglob("*.npy")) and not list(tmp_path.rglob("unfinished.json"))
     expect_error(call_main("fineweb.py", "--input", "nothing*.parquet"), "nothing*.parquet", "no such files")
-    expect_error(call_main("fineweb.py", "--input", "other.parquet"), "no column named text", "words")
-    expect_error(call_main("fineweb.py", "--input", "numbers.parquet"), "column named text holds int64")
+    expect_error(call_main("fineweb.py", "--input", "other.parquet"), "no column of strings named text", "words")
+    expect_error(call_main("fineweb.py", "--input", "numbers.parquet"), "only text (int64)")
     expect_error(call_main("fineweb.py", "--input", "broken.parquet"), "broken.parquet", "cannot read")
     expect_error(call_main("fineweb.py", "--input", "docs.parquet", "--shard_size", 0), "--shard_size 0")
     limited = ("--input", "docs.parquet", "--max_tokens", 50, "--shard_size", 50)
-    expect_error(call_main("fineweb.py", *limited), "--max_tokens 50", "leave out --shard_size")
+    expect_error(call_main("fineweb.py", *limited), "only 50 tokens", "leave out --shard_size")
     expect_error(call_main("fineweb.py", "--input", "docs.parquet", "--max_tokens", 1), "raise --max_tokens")
     expect_error(call_main("fineweb.py", "--input", "docs.parquet", "--subset", "x"), "leave them out with --input")
     (tmp_path / "docs.csv").write_text("text")
@@ -190,6 +190,7 @@ def test_unreadable_sources(tmp_path):
     for wrong in (b"", content[:3], content[: len(content) // 2], content[:-1], content[:-9], damaged):
         path.write_bytes(wrong)
         open_parquet.cache_clear()
+        batches_of.cache_clear()
         with pytest.raises(UserError, match="cannot read .*docs.parquet") as error:
             read()
         assert "\n" not in str(error.value)
@@ -225,7 +226,7 @@ def test_a_position_that_the_source_lacks(corpus, tmp_path):
 
     def write(**damage):
         progress = dict(flags={}, source={}, shards=[], state=None, skip=0) | damage
-        return fineweb.write_shards(folder, progress, chunks(progress["state"]), None, flags)
+        return fineweb.write_shards(folder, progress, chunks(progress["state"]), flags)
 
     with folder.lock():
         for state, skip in (([9, 0], 0), ([0, 9], 0), ([], 0), ([0], 0), ([0, 0, 1], 0), ([1, 0], 2001)):

@@ -131,7 +131,7 @@ WRONG += [ITEM | dict(endings=endings) for endings in ("bc", dict(b=0, c=1), 7, 
 # blank: without a context, nothing predicts an ending's first token, and the mean of no losses is not a number
 WRONG += [ITEM | dict(endings=["b", blank]) for blank in ("", " ", "\n")]
 WRONG += [ITEM | dict(ctx=ctx) for ctx in (7, None, ["a"], "", "  ", "\n")]
-LINES = [*map(json.dumps, WRONG), "not json", "[" * 100_000, '{"ctx": "a"', "\udcff"]
+LINES = [*map(json.dumps, WRONG), "not json", '{"ctx": "a"', "\udcff"]
 
 
 def test_other_items_are_rejected_by_line(tmp_path):

@@ -1,5 +1,7 @@
 """Every row of the table, on against off, wherever this machine has what the row needs."""
 
+from common.interrupt import StopSignal
+
 import contextlib
 import re
 from collections import Counter
@@ -10,7 +12,6 @@ import torch
 from conftest import ROOT, logged, skip_without_flash4
 
 from common.errors import UserError
-from common.signals import StopSignal
 from config import Config, resolve
 from kernels import attention, cublaslt, needs
 from model import GPTConfig

@@ -5,7 +5,7 @@ import threading
 import pytest
 
 from common.errors import UserError
-from common.files import digest, lock, open_regular, read_json
+from common.files import digest, lock, read_json, regular_file
 
 
 def irregular_files(path):
@@ -21,13 +21,12 @@ def irregular_files(path):
 def test_only_regular_files_are_opened(tmp_path, case):
     path = tmp_path / "file"
     list(irregular_files(path))[case]()
-    for read in (open_regular, digest, read_json):
+    for read in (regular_file, digest, read_json):
         with pytest.raises(OSError):
             read(path)
 
 
-NESTED = "[" * 100_000
-NOT_JSON = ("", "hello", NESTED, '{"a":' * 100_000, "1" * 10_000, b"\xff\xfe\xff", '{"number": 1')
+NOT_JSON = ("", "hello", "1" * 10_000, b"\xff\xfe\xff", '{"number": 1')
 WRONG = ("7", "null", "[]", '"x"', "NaN", "{}", '{"number": null, "text": "x"}', '{"number": [1], "text": "x"}')
 
 

@@ -52,13 +52,14 @@ def test_every_task_continues(tmp_path, task_size, kind, compression):
         assert np.array_equal(join(rest), join(tasks[i:]))
 
 
-def test_parquet_batches_in_any_order(tmp_path, monkeypatch):
+def test_parquet_batches_continue(tmp_path, monkeypatch):
     monkeypatch.setattr(documents, "DOCUMENTS_PER_TASK", 2)
     path = tmp_path / "a.parquet"
     pq.write_table(pa.table(dict(text=TEXTS)), path, row_group_size=4)
     tasks = read(path)
     assert len(tasks) == 3 and np.array_equal(join(tasks), tokenize(TEXTS))
-    for state, tokens in reversed(tasks):  # the reader of a row group starts again where it is too far
+    for state, tokens in tasks:
+        documents.batches_of.cache_clear()  # as in another process
         assert np.array_equal(read(path, state=state)[0][1], tokens)
 
 
@@ -96,9 +97,7 @@ def test_bytes_that_are_not_utf8(tmp_path, task_size):
     assert np.array_equal(join(read(tmp_path / "a.txt", tmp_path / "b.jsonl")), tokenize(expected))
 
 
-@pytest.mark.parametrize(
-    "line", ["hello", "[1]", '"x"', '{"texts": "x"}', '{"text": 7}', '{"text": null}', "[" * 10**5]
-)
+@pytest.mark.parametrize("line", ["hello", "[1]", '"x"', '{"texts": "x"}', '{"text": 7}', '{"text": null}'])
 def test_a_line_that_is_no_document(tmp_path, task_size, line):
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": "fine"}\n' * 9 + line + "\n")

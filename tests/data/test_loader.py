@@ -1,4 +1,3 @@
-import os
 from collections import Counter
 
 import numpy as np
@@ -82,21 +81,6 @@ def test_a_token_outside_the_vocabulary_is_an_error(tmp_path):
     assert (stream.read(0, 100_000) == 7).all()
     with pytest.raises(UserError, match="x_train_000001.npy has token 60000"):
         stream.read(99_000, 2_000)
-
-
-@pytest.mark.parametrize("shuffle", [True, False])
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_shard_that_is_truncated_while_it_is_read_is_an_error(corpus, rank, shuffle):
-    """On every rank, by way of the thread that reads ahead; a memory map would end the process with SIGBUS."""
-    stream = TokenStream(open_shards(corpus, "train"), shuffle=shuffle)
-    loader = Loader(stream, 2, 16, Distributed(rank, 2, CPU))
-    if not shuffle:
-        loader.next_batch()  # the window is indexed
-    for shard in stream.shards:
-        os.truncate(shard.path, 200)
-    with pytest.raises(UserError, match=r"edufineweb_train_00000\d.npy was truncated"):
-        for _ in range(100):
-            loader.next_batch()
 
 
 def collect(corpus, micro_batch_size, world_size, steps, start=None):

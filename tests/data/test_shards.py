@@ -25,24 +25,24 @@ def invalid_shards(folder):
     yield "no train shards", lambda: None
     yield "int64", lambda: np.save(path, valid.astype(np.int64))
     yield "(10, 10)", lambda: np.save(path, valid.reshape(10, 10))
-    yield "not empty", lambda: np.save(path, valid[:0])
+    yield "shape (0,)", lambda: np.save(path, valid[:0])
     yield "cannot read", lambda: path.mkdir()
     yield "magic string", lambda: path.write_bytes(b"hello")
     yield "magic string", lambda: np.savez(path.open("wb"), valid)
-    yield "object of shape (1,)", lambda: np.save(path, np.array([{}]))
+    yield "object", lambda: np.save(path, np.array([{}]))
     yield "not a shard", lambda: path.write_bytes(b"")
     yield "token 50257", lambda: np.save(path, valid + np.uint16(50158))
     yield "not a shard", lambda: (np.save(path, valid), path.write_bytes(path.read_bytes()[:150]))
-    yield "shape (-5,)", lambda: path.write_bytes(npy("(-5,)"))
-    yield "complete", lambda: path.write_bytes(npy("(101,)"))
-    yield "complete", lambda: path.write_bytes(npy(f"({10**30},)"))
+    yield "not a shard", lambda: path.write_bytes(npy("(-5,)"))
+    yield "not a shard", lambda: path.write_bytes(npy("(101,)"))
+    yield "not a shard", lambda: path.write_bytes(npy(f"({10**30},)"))
     yield "not a shard", lambda: path.write_bytes(npy("(1.5,)"))
     yield "shape ()", lambda: path.write_bytes(npy("()"))
     yield "('a', '<u2')", lambda: path.write_bytes(npy("(100,)", "[('a', '<u2')]"))
     yield "not a shard", lambda: path.write_bytes(npy("(100,)", "()"))
     yield ">u2", lambda: path.write_bytes(npy("(100,)", "'>u2'"))
-    yield "malformed (MemoryError)", lambda: path.write_bytes(npy("-" * 9000 + "1"))
-    yield "malformed (TypeError)", lambda: path.write_bytes(npy("{[]: 1}"))
+    yield "not a shard", lambda: path.write_bytes(npy("-" * 9000 + "1"))
+    yield "not a shard", lambda: path.write_bytes(npy("{[]: 1}"))
     yield "large", lambda: path.write_bytes(npy("(100,)" + " " * 20_000))
     yield "No such file", lambda: path.symlink_to("nothing")
     yield "not a regular file", lambda: path.symlink_to("/dev/zero")
@@ -84,23 +84,20 @@ def test_bin_shards_train_like_npy_shards(train, corpus, tmp_path):
     assert [json.loads((run / "config.json").read_text())["dataset"] for run in runs] == [FINEWEB_EDU, FINEWEB]
     training = json.loads((runs[1] / "checkpoint_000003" / "training.json").read_text())
     assert training["shards"]["fineweb_train_000001.bin"] == 2000
-    (other / "fineweb_train_000009.npy").write_bytes(b"")
-    with pytest.raises(UserError, match="has .npy and .bin shards"):
-        open_shards(other, "val")
 
 
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        (b"", "magic number and version are 0 and 0"),
-        (bytes(9), "magic number and version are 0 and 0"),
-        (npy("(100,)"), "magic number"),
-        (bin_content(np.zeros(9, np.uint32), magic=20240801, version=7), "are 20240801 and 7"),
-        (bin_content(np.zeros(9, np.uint16), version=0), "are 20240520 and 0"),
-        (bin_content(np.zeros(9, np.uint16), length=10), "complete"),
-        (bin_content(np.zeros(9, np.uint16), length=-1), "complete"),
-        (bin_content(np.zeros(0, np.uint16)), "not empty"),
-        (bin_content(np.zeros(9, np.uint16))[:1000], "complete"),
+        (b"", "does not begin with 20240520"),
+        (bytes(9), "does not begin with 20240520"),
+        (npy("(100,)"), "does not begin"),
+        (bin_content(np.zeros(9, np.uint32), magic=20240801, version=7), "does not begin"),
+        (bin_content(np.zeros(9, np.uint16), version=0), "does not begin"),
+        (bin_content(np.zeros(9, np.uint16), length=10), "not a shard"),
+        (bin_content(np.zeros(9, np.uint16), length=-1), "not a shard"),
+        (bin_content(np.zeros(0, np.uint16)), "not a shard"),
+        (bin_content(np.zeros(9, np.uint16))[:1000], "not a shard"),
         (bin_content(np.full(9, 50257, np.uint16)), "token 50257"),
     ],
 )
@@ -141,7 +138,7 @@ def test_a_shard_is_an_array_on_disk(tmp_path):
     assert len(shard) == 50_000
     for part in (slice(None), slice(7, 9), slice(-5, None), slice(49_990, 60_000), slice(9, 7)):
         assert np.array_equal(shard[part], tokens[part])
-    path.unlink()  # an open file stays readable
+    path.unlink()  # a mapped file stays readable
     assert np.array_equal(shard[:], tokens)
 
 
@@ -182,9 +179,8 @@ def test_shards_must_match_the_manifest(tmp_path):
     open_shards(tmp_path, "val")
 
 
-WRONG_ENTRIES = [7, None, [], "abcd", dict(tokens=-1), dict(tokens=0), dict(tokens="9"), dict(tokens=10**30)]
-WRONG_ENTRIES += [dict(documents=-1), dict(documents=None), dict(sha256=7), dict(name=None), dict(name=["x"])]
-WRONG_ENTRIES += [dict(name=name) for name in ("", "../x_train_1.npy", "/x_train_1", "x_train_\0", "x_train_\ud800")]
+WRONG_ENTRIES = [7, None, [], "abcd", dict(tokens=-1), dict(tokens="9")]
+WRONG_ENTRIES += [dict(documents=None), dict(sha256=7), dict(name=None), dict(name=["x"])]
 
 
 def test_a_manifest_of_something_else(tmp_path):
@@ -210,8 +206,7 @@ def test_progress_of_something_else(tmp_path):
     valid = dict(flags={}, source={}, shards=[entry], state=[0, 0, 5], skip=3)
     contents = [valid | {name: value} for name in valid for value in (7.5, "x")]
     contents += [valid | dict(shards=[entry | wrong if isinstance(wrong, dict) else wrong]) for wrong in WRONG_ENTRIES]
-    contents += [valid | dict(state=state) for state in ([0, -1, 0], ["x", 0, 0], [None])]
-    contents += [valid | dict(skip=-1), {name: valid[name] for name in valid if name != "state"}, [valid], None]
+    contents += [{name: valid[name] for name in valid if name != "state"}, [valid], None]
     folder = ShardFolder(tmp_path)
     for content in contents:
         folder.unfinished.write_text(json.dumps(content))

@@ -20,7 +20,7 @@ from dataclasses import replace
 import torch
 
 from common.dtensors import full_tensor
-from common.signals import StopSignal
+from common.interrupt import StopSignal
 from config import Config
 from data.loader import Batch
 from model import GPTConfig

@@ -1,3 +1,5 @@
+from common.interrupt import StopSignal
+
 from types import SimpleNamespace
 
 import pytest
@@ -5,7 +7,6 @@ import torch
 
 import watch.plan as plan_module
 from common.cli import python_command
-from common.signals import StopSignal
 from config import Config
 from data.loader import TokenStream
 from model import GPT, GPTConfig
