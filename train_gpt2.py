@@ -33,8 +33,9 @@ from optim.optimizer import make_optimizer, update_if_finite
 from optim.schedules import accumulation_steps, set_learning_rates
 from optimizations import plan_switches, saved_operators
 from parallel import activation_checkpointing, gradients, memory, pipeline, place, process_group
-from watch import hang, plan, trace
+from watch import plan
 from watch.hardware import flops_per_token
+from watch.loop import watched
 from watch.ranks import RankMonitor
 from watch.run_log import RunLog
 
@@ -196,13 +197,12 @@ def train(flags, distributed, typed):
     run = Run(trainer, loader, val_stream, hellaswag, log, checkpointer, start, start.step, start.tokens)
     if log:
         plan.print_plan(run, notes, plan_switches(config))
-    oom = out_of_memory(memory.less_memory(config.micro_batch_size))
-    with oom, hang.watch(checkpointer.folder, distributed), trace.traced(run) as tracer:
+    with out_of_memory(memory.less_memory(config.micro_batch_size)), watched(run) as tracer:
         loop(run, tracer)
 
 
 def loop(run, tracer):
-    """The training loop, and the end of the run. tracer: of watch/trace.py."""
+    """The training loop, and the end of the run. tracer: of watch/loop.py."""
     config, checkpointer, log = run.trainer.config, run.checkpointer, run.log
     stop, bad_steps = StopSignal(), 0  # bad_steps: consecutive ones with a loss or norm that is not finite
     common.interrupt.end_at_once()  # until the first step, which compiles, is done: there is nothing to save

@@ -3,14 +3,13 @@ rank for which the others wait.
 
 PyTorch's flight recorder keeps each rank's last 2,000 collectives. A thread on every rank watches for new collectives
 of the default group. When none starts on its rank for LIMIT seconds, it alerts all ranks through the process group's
-store, which works without collectives.
+store, which works without collectives. A run reports its first hang.
 https://docs.pytorch.org/tutorials/unstable/flight_recorder_tutorial.html
 """
 
 import contextlib
 import faulthandler
 import json
-import math
 import pickle
 import sys
 import threading
@@ -26,19 +25,16 @@ from common.cli import ROOT, print_over_bar
 
 LIMIT = 480  # seconds without a new collective. NCCL's timeout is 30 minutes in the default group, 10 in others.
 ANSWER = 10  # seconds that a rank has to answer an alert
-ALERT = "hang"  # prefix of the keys in the store; the number of the report follows
+ALERT = "hang"  # the key in the store; a rank's answer has its number behind it
 
 
 @contextlib.contextmanager
 def watch(folder, distributed):
-    """Watch for hangs inside this context. folder: the run's, which gets a folder `hang` for the first hang, `hang.1`
-    for the next, ... One rank cannot hang.
+    """Watch for a hang of several ranks inside this context. folder: the run's, which gets a folder `hang`, or `hang.1`
+    if an earlier process has left one.
 
     The thread answers unless this rank's process is stopped, or a library keeps Python's global interpreter lock.
     """
-    if distributed.world_size == 1:
-        yield
-        return
     done = threading.Event()
     thread = threading.Thread(target=watch_collectives, args=(Path(folder) / "hang", distributed, done), daemon=True)
     thread.start()
@@ -52,27 +48,20 @@ def watch(folder, distributed):
 def watch_collectives(folder, distributed, done):
     """Report a hang if no default-group collective starts for LIMIT seconds, or another rank alerts."""
     store = dist.distributed_c10d._get_default_store()
-    number, since, reports = None, time.monotonic(), 0
-    while not done.wait(min(10, LIMIT / 20)):
-        begun = dist.group.WORLD._get_sequence_number_for_group()
-        if begun != number:
-            number, since = begun, time.monotonic()
-        alert = f"{ALERT} {reports}"
-        try:
+    number, since = None, time.monotonic()
+    with contextlib.suppress(dist.DistError):  # the store's host has ended, and with it the job
+        while not done.wait(min(10, LIMIT / 20)):
+            begun = dist.group.WORLD._get_sequence_number_for_group()
+            if begun != number:
+                number, since = begun, time.monotonic()
             if time.monotonic() - since > LIMIT:
-                store.compare_set(alert, "", unused_name(folder).name)  # the first alert names the folder
-            if store.check([alert]):
-                report(folder.with_name(store.get(alert).decode()), distributed, store, alert)
-                since, reports = math.inf, reports + 1  # the next report is of another collective
-        except dist.DistError:
-            return  # the store's host has ended, and with it the job
+                store.compare_set(ALERT, "", unused_name(folder).name)  # the first alert names the folder
+            if store.check([ALERT]):
+                return report(folder.with_name(store.get(ALERT).decode()), distributed, store)
 
 
-def report(folder, distributed, store, alert):
-    """Write this rank's stacks and flight recorder. The lowest rank that answers prints what the ranks' answers say.
-
-    alert: the alert's key in the store, and the prefix of the answers' keys.
-    """
+def report(folder, distributed, store):
+    """Write this rank's stacks and flight recorder. The lowest rank that answers prints what the ranks' answers say."""
     rank, bindings = distributed.rank, torch._C._distributed_c10d
     # NCCL has a flight recorder of its own, which fr_trace of torch.distributed reads
     trace = bindings._dump_nccl_trace() if dist.get_backend() == "nccl" else bindings._dump_fr_trace()
@@ -84,17 +73,15 @@ def report(folder, distributed, store, alert):
     except OSError as error:
         print_over_bar(f"rank {rank}: cannot write {folder} ({error.strerror})")
     answer = dict(groups=last_collectives(pickle.loads(trace)["entries"]), where=where())
-    store.set(f"{alert} {rank}", json.dumps(answer))
-    keys = {other: f"{alert} {other}" for other in range(distributed.world_size)}
+    store.set(f"{ALERT} {rank}", json.dumps(answer))
+    keys = {other: f"{ALERT} {other}" for other in range(distributed.world_size)}
     until = time.monotonic() + ANSWER
     while time.monotonic() < until and not store.check(list(keys.values())):
         time.sleep(0.1)
     answers = {other: json.loads(store.get(key)) for other, key in keys.items() if store.check([key])}
     if rank == min(answers):
-        print_over_bar(
-            f"no collective for {LIMIT} s: {explain(answers, distributed.world_size)}; "
-            f"stacks and flight recorder: {folder}/"
-        )
+        reason = explain(answers, distributed.world_size)
+        print_over_bar(f"no collective for {LIMIT} s: {reason}; stacks and flight recorder: {folder}/")
 
 
 def last_collectives(entries):
@@ -122,19 +109,21 @@ def where():
 def explain(answers, world_size):
     """Which rank did not arrive at which collective, in words. answers: {rank: {groups, where}} of report()."""
     silent = [rank for rank in range(world_size) if rank not in answers]
-    waiting = {rank for rank, answer in answers.items() if any(group["waits"] for group in answer["groups"].values())}
-    for rank in sorted(waiting):
-        for name, group in answers[rank]["groups"].items():
-            if not group["waits"]:
-                continue
-            number, operation, description = group["waits"]
-            # a rank that waits in another group is not the cause
-            others = {other: answers[other]["groups"].get(name) for other in answers if other not in waiting}
-            late = [other for other, its in others.items() if its and its["last"] < number] or silent
-            if late:
-                doing = f"is at {answers[late[0]]['where']}" if late[0] in answers else "does not answer"
-                return (
-                    f"rank {late[0]} did not arrive at {operation} {number} of {description}, where rank {rank} waits; "
-                    f"rank {late[0]} {doing}"
-                )
+    waits = [
+        (rank, name, group["waits"])
+        for rank, answer in sorted(answers.items())
+        for name, group in answer["groups"].items()
+        if group["waits"]
+    ]
+    # a rank that waits in another group is not the cause
+    others = answers.keys() - {rank for rank, _, _ in waits}
+    for rank, name, (number, operation, description) in waits:
+        theirs = {other: answers[other]["groups"].get(name) for other in sorted(others)}
+        late = next(iter([other for other, group in theirs.items() if group and group["last"] < number] + silent), None)
+        if late is not None:
+            doing = f"is at {answers[late]['where']}" if late in answers else "does not answer"
+            return (
+                f"rank {late} did not arrive at {operation} {number} of {description}, where rank {rank} waits; "
+                f"rank {late} {doing}"
+            )
     return ", ".join(f"rank {rank} is at {answer['where']}" for rank, answer in answers.items())

@@ -2,13 +2,14 @@
 
 from checkpoints.run_folder import checkpoints_of
 from common.cli import python_command
-from common.errors import Note
+from common.errors import Note, UserError
 from data.tokenizer import missing_tokenizer
 from optim.schedules import accumulation_steps, tokens_to_train
 from parallel import place
 from parallel.memory import data_ranks
-from watch import curves
 from watch.hardware import peak_memory
+
+FEW_STEPS = 10  # a run with a smaller --max_steps gets no figure
 
 
 def print_plan(run, notes, switches):
@@ -83,12 +84,15 @@ def print_summary(run, stop):
             f"validation loss {log.val_losses[first]:.4f} -> {log.val_losses[last]:.4f} in {last - first} steps; "
             f"{run.tokens:,} tokens in all"
         )
-    for line in log.ranks.table():
-        print(line)
     print(f"peak memory {peak_memory(log.device):.2f} GB")
     print(f"log: {log.folder}/ (log.txt, metrics.jsonl, config.json, flags.yaml)")
-    if figure := curves.draw_own(log.folder, config.max_steps):
-        print(f"curves: {figure}")
+    if config.max_steps >= FEW_STEPS:
+        from watch import curves  # only here: it takes matplotlib
+
+        try:
+            print(f"curves: {curves.draw([log.folder])}")
+        except (OSError, UserError) as error:
+            print(f"no curves.png: {error}")  # the run is complete without it
     print(f"watch: {log.where_to_watch()}")
     if checkpoints_of(log.folder):
         print(f"Next: {python_command('sample.py', log.folder, '--prompt', 'Hello, my name is')}")

@@ -5,7 +5,6 @@ all-reduce that carries the loss carries these times too, so they cost no collec
 MegaScale (Jiang et al. 2024, arXiv 2402.15627, section 5.1) finds its stragglers by CUDA events in the same way.
 """
 
-import collections
 import math
 import statistics
 import time
@@ -15,7 +14,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 BEHIND = 0.02  # a rank whose own time is this much above the others' median is named on the step line
 SETTLING = 2  # steps that are not measured: the first compiles, and in the second DDP broadcasts its buckets' order
-WINDOW = 1000  # steps that the table of ranks summarizes
 
 
 class RankMonitor:
@@ -29,32 +27,25 @@ class RankMonitor:
     def __init__(self, model, train_forward, config, distributed):
         """model: a GPT; train_forward: the same, in DDP or not; config: a resolved Config."""
         self.distributed = distributed
-        self._steps = 0
-        self._last_gradient = None
+        self._steps, self._marks = 0, {}
         self._own_ms = math.nan  # of the last complete step
         if isinstance(train_forward, DistributedDataParallel) and config.context == 1:
             # backward ends with the embeddings. DDP reduces gradients on another stream, for which this one waits only
             # after the last gradient, so an overlapping all-reduce does not count.
             for embedding in (model.transformer.wte, model.transformer.wpe):
-                embedding.weight.register_post_accumulate_grad_hook(self._mark_gradient)
+                embedding.weight.register_post_accumulate_grad_hook(lambda _: self._mark("gradient"))
 
-    def _mark_gradient(self, _):
-        self._last_gradient = self._mark()
-
-    def _mark(self):
-        """A point in this device's time. On a GPU it is an event: the host does not wait."""
-        if self.distributed.device.type != "cuda":
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def _ms(self, start, end):
-        return start.elapsed_time(end) if self.distributed.device.type == "cuda" else 1000 * (end - start)
+    def _mark(self, name):
+        """Keep a point in this device's time. On a GPU it is an event: the host does not wait."""
+        self._marks[name] = time.perf_counter()
+        if self.distributed.device.type == "cuda":
+            self._marks[name] = torch.cuda.Event(enable_timing=True)
+            self._marks[name].record()
 
     def start_step(self):
         """Call this before the step's first batch is read."""
-        self._began, self._start, self._last_gradient = time.perf_counter(), self._mark(), None
+        self._began, self._marks = time.perf_counter(), {}
+        self._mark("start")
 
     def report(self):
         """(ranks,) float64: this rank's own time of the step before in its place, zeros elsewhere; to be summed over
@@ -69,37 +60,21 @@ class RankMonitor:
 
     def end_step(self):
         """Seconds of this step. Call it after the host has waited for the all-reduce of report()."""
-        measured = self._last_gradient is not None and self._steps >= SETTLING
-        self._own_ms = self._ms(self._start, self._last_gradient) if measured else math.nan
+        self._own_ms = math.nan
+        if "gradient" in self._marks and self._steps >= SETTLING:
+            start, end = self._marks["start"], self._marks["gradient"]
+            gpu = self.distributed.device.type == "cuda"
+            self._own_ms = start.elapsed_time(end) if gpu else 1000 * (end - start)
         self._steps += 1
         return time.perf_counter() - self._began
 
 
-def behind(times):
-    """By how much each of these times exceeds the median of the others, as a fraction of it."""
-    return [own / statistics.median(times[:i] + times[i + 1 :]) - 1 for i, own in enumerate(times)]
-
-
-class RankHistory:
-    """The own times of several ranks in a run's last steps."""
-
-    def __init__(self):
-        self._times = collections.deque(maxlen=WINDOW)
-
-    def add(self, times):
-        """Keep one step's own times, in ms. Returns (values for the log, a column for the step line or None)."""
-        if len(times) < 2 or not all(map(math.isfinite, times)):
-            return {}, None
-        self._times.append(times)
-        late = behind(times)
-        slowest = max(range(len(late)), key=late.__getitem__)
-        values = dict(own_ms=times, slowest_rank=slowest, slowest_behind=late[slowest])
-        return values, f"rank {slowest} is {late[slowest]:.1%} behind" if late[slowest] > BEHIND else None
-
-    def table(self):
-        """Lines of the table of ranks, medians over the last WINDOW steps; none if nothing was measured."""
-        if not self._times:
-            return []
-        medians = [statistics.median(times) for times in zip(*self._times)]
-        rows = zip(range(len(medians)), medians, behind(medians))
-        return ["rank     own ms   behind", *(f"{rank:<4d}  {ms:9.2f}  {late:+7.1%}" for rank, ms, late in rows)]
+def slowest(times):
+    """(values for the log, a column for the step line or None) of all ranks' own times in a step, in ms."""
+    if len(times) < 2 or not all(map(math.isfinite, times)):
+        return {}, None
+    # by how much each exceeds the median of the others, as a fraction of it
+    late = [own / statistics.median(times[:i] + times[i + 1 :]) - 1 for i, own in enumerate(times)]
+    rank = late.index(max(late))
+    values = dict(own_ms=times, slowest_rank=rank, slowest_behind=late[rank])
+    return values, f"rank {rank} is {late[rank]:.1%} behind" if late[rank] > BEHIND else None

@@ -27,8 +27,7 @@ from common.files import atomic_write, write_json
 from config import GROUPS, chosen_flags
 from data.shards import dataset_name
 from watch.hardware import environment, mfu, peak_flops, peak_memory
-from watch.ranks import RankHistory
-from watch.wandb_page import WandbPage
+from watch.ranks import slowest
 
 SPIKE = 5  # a loss this many standard deviations above the mean of the last SPIKE_WINDOW losses is marked
 SPIKE_WINDOW = 100
@@ -57,7 +56,11 @@ class RunLog:
         self.flops_per_token = flops_per_token
         self.peak_flops = peak_flops(device) * distributed.world_size
         self.first_step = training["step"] if training else 0
-        self.wandb = WandbPage(config)
+        self.wandb = None
+        if config.wandb != "disabled":
+            from watch.wandb_page import WandbPage
+
+            self.wandb = WandbPage(config)
         kind = "demo" if config.demo else config.model if config.init_from == "scratch" else Path(config.init_from).name
         self.folder = make_folder(config.log_dir, config.run_name, kind)
         try:
@@ -73,7 +76,7 @@ class RunLog:
             self._write_facts()
             self.log_txt, lines = self._open("log.txt", parse_log_line, training)
             self.metrics_jsonl, _ = self._open("metrics.jsonl", parse_metrics_line, training)
-            if wandb_id := self.wandb.start(self.folder, self.facts):
+            if self.wandb and (wandb_id := self.wandb.start(self.folder, self.facts)):
                 self.facts["wandb_id"] = wandb_id
                 self._write_facts()
         except OSError as error:
@@ -83,14 +86,13 @@ class RunLog:
         self.val_losses = {step: value for step, stream, value in lines if stream == "val"}
         train_losses = [value for _, stream, value in lines if stream == "train" and math.isfinite(value)]
         self._losses = collections.deque(train_losses, maxlen=SPIKE_WINDOW)
-        self.ranks = RankHistory()
         self._first_end = None  # (step, time) of the end of this process's first step
         self._error = None  # the OSError of the last attempt to write the folder
 
     def where_to_watch(self):
         """One line: the wandb page's URL, the commands that show and upload an offline run, or the path of
         metrics.jsonl."""
-        return self.wandb.where_to_watch() or f"{self.folder}/metrics.jsonl"
+        return (self.wandb and self.wandb.where_to_watch()) or f"{self.folder}/metrics.jsonl"
 
     # ------------------------------------------------------------------------------------------------------------------
     # Training reports
@@ -101,30 +103,25 @@ class RunLog:
         tokens: trained on so far, this step included. bad_steps: consecutive steps, up to this one, with a loss or
         gradient that is not finite; they are skipped.
         """
-        loss, lr, seconds = result.loss, result.lr, result.seconds
-        rate = result.tokens / seconds
+        loss, rate = result.loss, result.tokens / result.seconds
         utilization = mfu(rate, self.flops_per_token, self.peak_flops)
-        deviations, seconds_left = self._spike(loss), self._seconds_left(step)
-        of_ranks, slow_rank = self.ranks.add(result.own_ms)
+        of_ranks, slow_rank = slowest(result.own_ms)
+        spike = self._spike(loss)
         self._print(
             step,
-            f"loss {loss:.6f} | lr {lr:.4e} | norm {result.grad_norm:.4f} | {seconds * 1000:.2f} ms",
+            f"loss {loss:.6f} | lr {result.lr:.4e} | norm {result.grad_norm:.4f} | {result.seconds * 1000:.2f} ms",
             f"{rate:,.0f} tok/s",
             utilization and f"MFU {utilization:.1%}",
-            "time left unknown" if seconds_left is None else f"{duration(seconds_left)} left",
+            self._time_left(step),
             slow_rank,
             bad_steps and f"not finite, skipped ({bad_steps} in a row)",
-            deviations and f"spike, {deviations:.0f} standard deviations",
+            spike and f"spike, {spike:.0f} standard deviations",
         )
-        values = dict(train_loss=loss, lr=lr, grad_norm=result.grad_norm, step_ms=seconds * 1000, tokens_per_sec=rate)
-        values |= dict(mfu=utilization, peak_gb=peak_memory(self.device), **of_ranks)
-        rare = dict(bad_steps=bad_steps or None, spike=deviations, loss_scale=result.loss_scale)
+        values = dict(train_loss=loss, lr=result.lr, grad_norm=result.grad_norm, step_ms=result.seconds * 1000)
+        values |= dict(tokens_per_sec=rate, mfu=utilization, peak_gb=peak_memory(self.device), **of_ranks)
+        rare = dict(bad_steps=bad_steps or None, spike=spike, loss_scale=result.loss_scale)
         values |= {name: value for name, value in rare.items() if value is not None}
         self._record(step, tokens, values, f"{step} train {loss:.6f}\n")
-        own_ms = values.pop("own_ms", [])
-        page = {f"train/{name.removeprefix('train_')}": value for name, value in values.items() if value is not None}
-        page |= {f"ranks/own_ms_{rank}": ms for rank, ms in enumerate(own_ms)}
-        self.wandb.log(step, {"loss/train": loss} | page | dict(tokens=tokens))
 
     def validation(self, step, tokens, loss, seconds, bits_per_byte=None):
         """Print and log a validation loss, in nats per token, and in bits per byte if there is a tokenizer."""
@@ -132,20 +129,19 @@ class RunLog:
         if bits_per_byte is not None:
             values["val_bits_per_byte"], bits = bits_per_byte, f"{bits_per_byte:.4f} bits/byte"
         self._print(step, f"validation loss {loss:.4f}", bits, f"{seconds:.1f} s")
-        self._evaluation(step, tokens, f"{step} val {loss:.4f}\n", values)
+        self._record(step, tokens, values, f"{step} val {loss:.4f}\n")
 
     def hellaswag(self, step, tokens, acc, acc_norm, items, seconds):
         """Print and log accuracies between 0 and 1; log.txt has acc_norm, GPT-2's usual measure."""
         self._print(step, f"HellaSwag acc {acc:.4f} | acc_norm {acc_norm:.4f}", f"{items:,} items", f"{seconds:.1f} s")
-        values = dict(hellaswag_acc=acc, hellaswag_acc_norm=acc_norm)
-        self._evaluation(step, tokens, f"{step} hella {acc_norm:.4f}\n", values, hellaswag_items=items)
+        values = dict(hellaswag_acc=acc, hellaswag_acc_norm=acc_norm, hellaswag_items=items)
+        self._record(step, tokens, values, f"{step} hella {acc_norm:.4f}\n")
 
     def samples(self, step, tokens, texts):
         """Print and log sampled texts."""
         for i, text in enumerate(texts):
             print(f"sample {i}: {text}")
         self._record(step, tokens, dict(samples=texts))
-        self.wandb.samples(step, texts)
 
     def flush(self):
         """Return when all lines are on disk, if the folder can be written: no gap then precedes a checkpoint."""
@@ -157,7 +153,8 @@ class RunLog:
         self._write(sync=True, facts=True)
         self.log_txt.close()
         self.metrics_jsonl.close()
-        self.wandb.finish()
+        if self.wandb:
+            self.wandb.finish()
         self._lock.close()
 
     def check_complete(self):
@@ -218,16 +215,10 @@ class RunLog:
         """Columns that are None, False or 0 are left out."""
         print(" | ".join([f"step {step:5d}/{self.config.max_steps}", *filter(None, columns)]))
 
-    def _evaluation(self, step, tokens, line, values, **facts):
-        """facts: for metrics.jsonl, not for wandb."""
-        self._record(step, tokens, values | facts, line)
-        page = {f"val/{name.removeprefix('val_')}": value for name, value in values.items()}
-        if "val_loss" in values:
-            page["loss/val"] = values["val_loss"]
-        self.wandb.log(step, page | dict(tokens=tokens))
-
     def _record(self, step, tokens, values, line=""):
-        """Write values to metrics.jsonl and line to log.txt."""
+        """Write values to metrics.jsonl and to wandb, and line to log.txt."""
+        if self.wandb:
+            self.wandb.log(step, tokens, values)
         # JSON has no NaN and no infinity
         values = {name: None if isinstance(v, float) and not math.isfinite(v) else v for name, v in values.items()}
         self.log_txt.add(line)
@@ -254,22 +245,21 @@ class RunLog:
         """The loss's distance from the mean of the last losses, in standard deviations, if it is a spike, else None."""
         if not math.isfinite(loss):
             return None
-        losses, spike = self._losses, None
-        if len(losses) >= MIN_SPIKE_WINDOW and (deviation := statistics.pstdev(losses)):
-            distance = (loss - statistics.fmean(losses)) / deviation
-            spike = distance if distance > SPIKE else None
-        losses.append(loss)
-        return spike
+        distance = 0
+        if len(self._losses) >= MIN_SPIKE_WINDOW and (deviation := statistics.pstdev(self._losses)):
+            distance = (loss - statistics.fmean(self._losses)) / deviation
+        self._losses.append(loss)
+        return distance if distance > SPIKE else None
 
-    def _seconds_left(self, step):
-        """Seconds to the end of the run, at the mean pace (evaluations and checkpoints included) since the end of this
-        process's first step, which compiles. None after that first step."""
+    def _time_left(self, step):
+        """The time to the end of the run, at the mean pace (evaluations and checkpoints included) since the end of this
+        process's first step, which compiles."""
         now = time.perf_counter()
         if self._first_end is None:
             self._first_end = step, now
-            return None
+            return "time left unknown"
         first, end = self._first_end
-        return (now - end) / (step - first) * (self.config.max_steps - step - 1)
+        return f"{duration((now - end) / (step - first) * (self.config.max_steps - step - 1))} left"
 
 
 class LogFile:
@@ -313,10 +303,6 @@ def parse_metrics_line(line):
 
 
 def duration(seconds):
-    """A duration in its two largest units, such as 4h52m or 3m10s."""
-    seconds = int(seconds)
-    if seconds >= 86400:
-        return f"{seconds // 86400}d{seconds % 86400 // 3600:02d}h"
-    if seconds >= 3600:
-        return f"{seconds // 3600}h{seconds % 3600 // 60:02d}m"
-    return f"{seconds // 60}m{seconds % 60:02d}s"
+    """A duration in hours and minutes, or in minutes and seconds, such as 4h52m or 3m10s."""
+    minutes, seconds = divmod(int(seconds), 60)
+    return f"{minutes // 60}h{minutes % 60:02d}m" if minutes >= 60 else f"{minutes}m{seconds:02d}s"

@@ -43,12 +43,11 @@ class WandbPage:
             raise UserError(f"wandb cannot be online ({problem}): run `{login}` or use --wandb offline")
         return ["offline"]
 
-    def start(self, folder, facts, group=None):
+    def start(self, folder, facts):
         """Open the page; returns its id, or None without a page.
 
         folder: the run's, which takes wandb's local files. facts is shown as the run's configuration;
-        facts["wandb_id"] names a page to continue, or is None. group: of runs; by default the environment variable
-        WANDB_RUN_GROUP names it.
+        facts["wandb_id"] names a page to continue, or is None. The environment variable WANDB_RUN_GROUP names a group.
         """
         self.folder = folder / "wandb"
         for mode in self.modes:
@@ -59,7 +58,6 @@ class WandbPage:
                 self.run = wandb.init(
                     project=self.project,
                     name=folder.name,
-                    group=group,
                     id=facts["wandb_id"],
                     resume="allow",  # an upload adds to the page of this id
                     mode=mode,
@@ -77,19 +75,26 @@ class WandbPage:
                 self.lose(error, mode)
         return None
 
-    def log(self, step, values):
-        """Send {name: value} for this step."""
-        self.attempt(lambda run: run.log(values | dict(step=step)))
+    def log(self, step, tokens, values):
+        """Send a row of metrics.jsonl: train_NAME and what else a step has as train/NAME, evaluations as val/NAME."""
+        group = "train" if "train_loss" in values else "val"
+        page = dict(step=step, tokens=tokens)
+        for name, value in values.items():
+            if name == "own_ms":
+                page |= {f"ranks/own_ms_{rank}": ms for rank, ms in enumerate(value)}
+            elif isinstance(value, int | float):
+                page[f"{group}/{name.removeprefix(f'{group}_')}"] = value
+        if f"{group}_loss" in values:
+            page[f"loss/{group}"] = values[f"{group}_loss"]
 
-    def samples(self, step, texts):
-        """Add sampled texts to the page's table."""
+        def send(run):
+            if "samples" in values:
+                for text in values["samples"]:
+                    self._samples.add_data(step, text)
+                page["val/samples"] = self._samples
+            run.log(page)
 
-        def add(run):
-            for text in texts:
-                self._samples.add_data(step, text)
-            run.log({"val/samples": self._samples, "step": step})
-
-        self.attempt(add)
+        self.attempt(send)
 
     def finish(self):
         self.attempt(lambda run: run.finish())

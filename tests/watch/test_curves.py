@@ -41,26 +41,20 @@ def texts(ax):
 
 def test_the_lines_are_the_logged_values(tmp_path, drawn):
     runs = [write_run(tmp_path / "one", 30), write_run(tmp_path / "two", 25, hellaswag=False)]
-    curves.draw(runs, tmp_path / "curves.png")
+    path = curves.draw(runs)
     ((figure, axes),) = drawn
     lines = points(axes["loss"])
-    assert lines[0] == [[step + 1, pytest.approx(10 - step / 10)] for step in range(30)]  # thousand tokens
-    assert lines[1] == [[0, 10.9], [30, 5.0]] and len(lines) == 4
-    assert points(axes["hellaswag"])[0] == [[30, 0.26]]
+    assert lines[0] == [[1000 * (step + 1), pytest.approx(10 - step / 10)] for step in range(30)]
+    assert lines[1] == [[0, 10.9], [30_000, 5.0]] and len(lines) == 4
+    assert points(axes["hellaswag"])[0] == [[30_000, 0.26]]
     assert texts(axes["hellaswag"]) == ["GPT-2 124M\n0.2955", "chance\n0.25"]
     assert [len(line) for line in points(axes["speed"])] == [29, 24]  # without the first step, which compiles
     assert [text.get_text() for text in figure.legends[0].texts] == ["one", "two"]
-    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_an_axis_has_one_unit(tmp_path, drawn):
-    curves.draw([write_run(tmp_path / "run", 30)], tmp_path / "curves.png")
-    speed = drawn[0][1]["speed"]
-    assert speed.get_title(loc="left") == "million tokens/sec" and points(speed)[0][0] == [2, pytest.approx(0.93)]
+    assert path == tmp_path / "curves-one-two.png" and path.read_bytes().startswith(b"\x89PNG")
 
 
 def test_without_hellaswag_there_are_three_panels(tmp_path, drawn):
-    curves.draw([write_run(tmp_path / "run", 30, hellaswag=False)], tmp_path / "curves.png")
+    curves.draw([write_run(tmp_path / "run", 30, hellaswag=False)])
     figure, axes = drawn[0]
     assert list(axes) == ["loss", "speed", "norm"] == [name for name, ax in axes.items() if points(ax)]
     assert len(figure.axes) == 3
@@ -72,18 +66,9 @@ def test_gpt2s_loss_is_drawn_for_its_data_alone(tmp_path, drawn):
     others = dict(dataset=None, data_dir="edu_fineweb10B"), dict(data_dir="edu_fineweb10B"), dict(dataset="my/own")
     runs = [write_run(tmp_path / f"edu_fineweb{i}", 3, **facts) for i, facts in enumerate((edu, edu, *others))]
     for folders in (runs[:2], *([run] for run in runs[2:]), [runs[0], runs[2]]):
-        curves.draw(folders, tmp_path / "curves.png")
+        curves.draw(folders)
     marked = [texts(axes["loss"]) for _, axes in drawn]
     assert marked == [["GPT-2 124M\n3.2924"], [], [], [], []]
-
-
-def test_a_run_of_some_length_draws_its_curves(tmp_path, capsys):
-    """Also if it is stopped after a step."""
-    run = write_run(tmp_path / "run", 1, hellaswag=False)
-    assert curves.draw_own(run, max_steps=9) is None and not (run / "curves.png").exists()
-    assert curves.draw_own(run, max_steps=10) == run / "curves.png" and (run / "curves.png").exists()
-    assert curves.draw_own(tmp_path / "gone", max_steps=10) is None
-    assert "no curves.png: cannot read" in capsys.readouterr().out
 
 
 @pytest.fixture
@@ -103,17 +88,17 @@ def test_several_runs_have_a_file_of_their_own(command, tmp_path, capsys):
     command("log/a", "log/b/")
     assert capsys.readouterr().out == "log/curves-a-b.png\n"
     assert (tmp_path / "log/curves-a-b.png").exists() and not (runs[0] / "curves.png").exists()
-    assert curves.default_path(runs) == tmp_path / "log/curves-4-runs.png"
-    assert curves.default_path(runs[:1]) == runs[0] / "curves.png"
+    assert curves.draw(runs) == tmp_path / "log/curves-4-runs.png"
 
 
 def test_the_command_and_its_errors(command, tmp_path):
     write_run(tmp_path / "one", 20)
-    command("one", "--out", "figure.png")
-    assert (tmp_path / "figure.png").exists()
-    for path in ("no/such/folder.png", "figure.words"):
-        with pytest.raises(UserError, match=f"cannot write {path}: "):
-            command("one", "--out", path)
+    command("one")
+    assert (tmp_path / "one" / "curves.png").exists()
+    (tmp_path / "one" / "curves.png").unlink()
+    (tmp_path / "one" / "curves.png").mkdir()
+    with pytest.raises(UserError, match="cannot write one/curves.png: Is a directory"):
+        command("one")
     with pytest.raises(UserError, match="cannot read nothing/metrics.jsonl: .*; give folders of runs, such as log/RUN"):
         command("nothing")
     (tmp_path / "empty").mkdir()

@@ -95,7 +95,7 @@ def test_time_left(tmp_path, monkeypatch, capsys):
 
 
 def test_durations():
-    assert [duration(s) for s in (5.9, 190, 17530, 100000)] == ["0m05s", "3m10s", "4h52m", "1d03h"]
+    assert [duration(s) for s in (5.9, 190, 17530, 100000)] == ["0m05s", "3m10s", "4h52m", "27h46m"]
 
 
 def test_a_finished_run_is_never_overwritten(tmp_path):
