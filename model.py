@@ -12,9 +12,8 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from kernels.attention import PACKED, packed_qkv
-from kernels.documents import NO_BOUNDARIES, Documents, document_attention, find_hidden, has_varlen_attention
-from kernels.mlp import fused_mlp
+from kernels.attention import PACKED, has_varlen_attention
+from kernels.documents import NO_BOUNDARIES, Documents, find_hidden
 
 
 @dataclass
@@ -70,9 +69,13 @@ class CausalSelfAttention(nn.Module):
         # cudnn_packed: the gradients of q, k and v arrive in one (B, T, 3C) tensor, which c_attn's backward reads.
         # flash4: so they do, from the faster backward of FlashAttention-4
         if self.attention in PACKED and past is None and documents.hidden is None:
+            from kernels.packed_qkv import packed_qkv
+
             return self.c_proj(packed_qkv(qkv, n_head, documents.offsets, self.attention == "flash4")[0])
         # mask_documents: no score between two documents is computed
         if documents.offsets is not None:
+            from kernels.document_attention import document_attention
+
             return self.c_proj(document_attention(qkv, n_head, documents.offsets)[0])
         q, k, v = (part.view(B, T, n_head, -1).transpose(1, 2) for part in qkv.split(C, dim=2))  # (B, H, T, C/H)
         k, v, mask = past.append(k, v) if past else (k, v, documents.hidden)
@@ -99,6 +102,8 @@ class MLP(nn.Module):
     def forward(self, x):
         # fused_gelu: GELU and its gradient run in GEMM epilogues, without a pass over (B, T, 4C)
         if self.fused_gelu:
+            from kernels.mlp import fused_mlp
+
             return fused_mlp(x, self.c_fc, self.c_proj, self.keep_gelu)
         return self.c_proj(F.gelu(self.c_fc(x), approximate="tanh"))
 

@@ -1,4 +1,4 @@
-"""Attention within documents: where the documents of a micro-batch lie, and FlashAttention over each of them.
+"""Where the documents of a micro-batch lie, for attention within documents.
 
 A micro-batch is cut out of one stream of tokens, so a row holds the end of one document, whole documents, and the
 beginning of another. A document begins with <|endoftext|> or at a row's start.
@@ -13,11 +13,8 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from common.errors import UserError
-
 # FlashAttention-4's kernels search the list of offsets for every tile, so a launch gets about as many tokens as this
 GROUP_TOKENS = 32768
-LARGEST_GRID = 65535  # CUDA's limit in the dimension in which FlashAttention-2 counts sequences
 
 
 class Documents(NamedTuple):
@@ -82,78 +79,3 @@ def padded_count(count):
     """
     step = max(4, (1 << count.bit_length()) // 32)
     return -(-count // step) * step
-
-
-def has_varlen_attention(device, head_width):
-    """Whether document_attention runs under the present autocast."""
-    if device.type != "cuda" or torch.version.hip or not torch.is_autocast_enabled("cuda"):
-        return False
-    return torch.cuda.get_device_capability(device) >= (8, 0) and head_width % 8 == 0 and head_width <= 256
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# FlashAttention-2, by the operators below torch.nn.attention.varlen.varlen_attn
-
-
-@torch.library.custom_op("gpt2::document_attention", mutates_args=())
-def document_attention(qkv: torch.Tensor, n_head: int, offsets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(y, stats) of causal attention within documents. qkv (B, T, 3C) bf16 or fp16; offsets of Documents.
-
-    y (B, T, C); stats (H, B·T) float32, the log-sum-exp of each softmax, which backward needs. Raises UserError
-    for more documents than LARGEST_GRID.
-    """
-    B, T, width = qkv.shape
-    if len(offsets) > LARGEST_GRID:
-        raise UserError(f"FlashAttention takes {LARGEST_GRID:,} documents at most: use a smaller --micro_batch_size")
-    y, stats, *_ = torch.ops.aten._flash_attention_forward(
-        *heads(qkv, n_head), offsets, offsets, T, T, 0.0, is_causal=True, return_debug_mask=False
-    )
-    return y.reshape(B, T, width // 3), stats
-
-
-@document_attention.register_fake
-def _(qkv, n_head, offsets):
-    B, T, width = qkv.shape
-    return qkv.new_empty(B, T, width // 3), qkv.new_empty(n_head, B * T, dtype=torch.float32)
-
-
-@torch.library.custom_op("gpt2::document_attention_backward", mutates_args=())
-def document_attention_backward(
-    dy: torch.Tensor,
-    qkv: torch.Tensor,
-    y: torch.Tensor,
-    stats: torch.Tensor,
-    offsets: torch.Tensor,
-    n_head: int,
-) -> torch.Tensor:
-    """The gradient of qkv, (B, T, 3C), for dy (B, T, C)."""
-    T = qkv.size(1)
-    dy, y = (tensor.reshape(-1, n_head, tensor.size(2) // n_head) for tensor in (dy, y))
-    dropout = dict(rng_state=torch.zeros(2, dtype=torch.uint64, device=y.device), unused=y.new_empty(0), dropout_p=0.0)
-    gradients = torch.ops.aten._flash_attention_backward(
-        dy, *heads(qkv, n_head), y, stats, offsets, offsets, T, T, is_causal=True, **dropout
-    )
-    return torch.stack(gradients, dim=1).view(qkv.shape)
-
-
-@document_attention_backward.register_fake
-def _(dy, qkv, y, stats, offsets, n_head):
-    return qkv.new_empty(qkv.shape)
-
-
-def heads(qkv, n_head):
-    """Views of q, k and v, (B·T, H, D) each."""
-    return qkv.reshape(-1, 3, n_head, qkv.size(2) // 3 // n_head).unbind(1)
-
-
-def save_for_backward(ctx, inputs, output):
-    qkv, ctx.n_head, offsets = inputs
-    ctx.save_for_backward(qkv, *output, offsets)
-    ctx.set_materialize_grads(False)
-
-
-def backward(ctx, dy, _):
-    return document_attention_backward(dy.contiguous(), *ctx.saved_tensors, ctx.n_head), None, None
-
-
-document_attention.register_autograd(backward, setup_context=save_for_backward)

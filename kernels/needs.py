@@ -6,7 +6,7 @@ The functions take a Config and a Distributed, and return in words what is missi
 import torch
 
 from common.device import missing_compiler, missing_package
-from kernels import attention, cublaslt, flash4
+from kernels.attention import missing_sdpa_kernel
 
 
 def tf32_gpu(config, distributed):
@@ -27,7 +27,7 @@ def sdpa_kernel(config, distributed):
     if config.mask_documents and config.attention != "flash":
         return "--mask_documents runs on the kernels flash, cudnn_packed and flash4"
     dtype = dict(bf16=torch.bfloat16, fp16=torch.float16, off=torch.float32)[config.autocast]
-    return attention.missing_sdpa_kernel(config.attention, distributed.device, dtype, head_width(config))
+    return missing_sdpa_kernel(config.attention, distributed.device, dtype, head_width(config))
 
 
 def head_width(config):
@@ -85,6 +85,8 @@ def cublaslt_gemms(config, distributed):
         return problem
     if config.autocast == "off" or torch.cuda.get_device_capability(distributed.device) < (8, 0):
         return "it needs --autocast bf16 or fp16, and an Ampere GPU or newer"
+    from kernels import cublaslt
+
     return cublaslt.missing()
 
 
@@ -108,6 +110,8 @@ def flash_attention_4(config, distributed):
     """For the backward; cudnn_packed is the forward's."""
     if torch.cuda.get_device_capability(distributed.device)[0] != 9:
         return f"FlashAttention-4 is for Hopper, and this is {torch.cuda.get_device_name(distributed.device)}"
+    from kernels import flash4
+
     if (width := head_width(config)) not in flash4.WIDTHS:
         return f"FlashAttention-4 needs a head width of {', '.join(map(str, flash4.WIDTHS))}, and it is {width}"
     return flash4.missing()

@@ -22,8 +22,10 @@ from common.cli import flag, parse
 from common.device import missing_package
 from common.errors import UserError, first_line, is_out_of_memory, run
 from kernels import flash4
-from kernels.attention import PACKED, packed_qkv
-from kernels.documents import NO_BOUNDARIES, Documents, document_attention, find_hidden, find_offsets
+from kernels.attention import PACKED
+from kernels.document_attention import document_attention
+from kernels.documents import NO_BOUNDARIES, Documents, find_hidden, find_offsets
+from kernels.packed_qkv import packed_qkv
 from measure.timing import (
     KernelFlags,
     default_tokens,

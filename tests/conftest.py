@@ -150,11 +150,11 @@ def install(tmp_path, monkeypatch):
 @pytest.fixture
 def tuned_gemms_calls(monkeypatch):
     """The (N, K, M) of each GEMM that --tuned_gemms computes in this process; short ones are replaced too."""
-    from kernels import compile, cublaslt
+    from kernels import cublaslt, tuned_gemms
 
     torch.compiler.reset()  # of one function it compiles eight graphs in a process; after these it runs uncompiled
     calls, real = [], cublaslt.mm
-    monkeypatch.setattr(compile, "MIN_FLOPS", 1)
+    monkeypatch.setattr(tuned_gemms, "MIN_FLOPS", 1)
     monkeypatch.setattr(cublaslt, "mm", lambda a, b, *rest: calls.append((*a.shape, b.size(1))) or real(a, b, *rest))
     return calls
 
@@ -330,9 +330,9 @@ def train(command, call_main, corpus, tmp_path):
 # on a GPU; the single rank that these runs are compared with takes a mask.
 SEVERAL = """
 import json, os, sys, warnings
-import model, reference, train_gpt2
+import kernels.document_attention, model, reference, train_gpt2
 model.has_varlen_attention = lambda *_: True
-model.document_attention = reference.document_attention
+kernels.document_attention.document_attention = reference.document_attention
 warnings.simplefilter("error", FutureWarning)  # a call that PyTorch deprecates
 from checkpoints import pieces
 pieces.FILE_BYTES = 100_000  # several files a rank

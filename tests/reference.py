@@ -1,4 +1,4 @@
-"""Attention within documents by their offsets, in plain PyTorch: what kernels.documents.document_attention computes."""
+"""Attention within documents by their offsets, in plain PyTorch: what kernels.document_attention computes."""
 
 import torch
 

@@ -305,7 +305,7 @@ def test_an_installed_package_that_cannot_be_imported_is_missing(gpu, install, m
 )
 def test_where_tuned_gemms_are_available(gpu, monkeypatch, capability, flags, reason):
     gpu("some GPU", capability)
-    monkeypatch.setattr(needs.cublaslt, "missing", lambda: None)
+    monkeypatch.setattr(cublaslt, "missing", lambda: None)
     distributed = Distributed(0, 2, torch.device("cuda"), tensor=flags.get("tensor", 1))
     config, notes = turn_off_unavailable(Config(**flags), distributed)
     assert config.tuned_gemms == (reason is None)

@@ -7,7 +7,7 @@ from test_model import SIZES, batch
 from torch.backends import cuda
 
 from common.errors import UserError
-from kernels import attention
+from kernels import packed_qkv
 from kernels.attention import CAN_USE, SDPA_OPERATORS, limit_sdpa, missing_sdpa_kernel
 from model import GPT, GPTConfig
 
@@ -73,7 +73,7 @@ def test_against_float64(B, T, heads, width, dtype, tolerance):
     leaf = torch.randn(B, T, 3 * heads * width, device="cuda").to(dtype).requires_grad_()
     exact = leaf.detach().double().requires_grad_()
     dy = torch.randn(B, T, heads * width, device="cuda").to(dtype)
-    y, _ = attention.packed_qkv(leaf, heads)
+    y, _ = packed_qkv.packed_qkv(leaf, heads)
     y.backward(dy)
     q, k, v = (part.unflatten(2, (heads, width)).transpose(1, 2) for part in exact.chunk(3, dim=2))
     future = torch.ones(T, T, device="cuda", dtype=torch.bool).triu(1)
@@ -90,30 +90,25 @@ def test_operator_registration():
     checks = ("test_schema", "test_faketensor", "test_autograd_registration")
     qkv = torch.randn(2, 64, 3 * 128, device="cuda").bfloat16()
     for leaf in (qkv, qkv.clone().requires_grad_()):
-        torch.library.opcheck(attention.packed_qkv, (leaf, 2), test_utils=checks)
-    y, stats = attention.packed_qkv(qkv, 2)
-    torch.library.opcheck(attention.packed_qkv_backward, (torch.randn_like(y), qkv, y, stats, 2), test_utils=checks)
+        torch.library.opcheck(packed_qkv.packed_qkv, (leaf, 2), test_utils=checks)
+    y, stats = packed_qkv.packed_qkv(qkv, 2)
+    torch.library.opcheck(packed_qkv.packed_qkv_backward, (torch.randn_like(y), qkv, y, stats, 2), test_utils=checks)
 
 
 @pytest.mark.gpu
 def test_unsupported_head_width():
     with pytest.raises(UserError, match=r"2 heads of width 20, .*multiple of 8.*: use --attention sdpa$"):
-        attention.packed_qkv(torch.randn(1, 64, 3 * 40, device="cuda").bfloat16(), 2)
+        packed_qkv.packed_qkv(torch.randn(1, 64, 3 * 40, device="cuda").bfloat16(), 2)
 
 
 def test_cudnn_error_is_one_line(monkeypatch):
     def refuse(*_):
         raise cudnn.cudnnGraphNotSupportedError("no engine for this graph.\nmore lines")
 
-    monkeypatch.setattr(attention, "plan", refuse)
+    monkeypatch.setattr(packed_qkv, "plan", refuse)
     with pytest.raises(UserError) as caught:
-        attention.packed_qkv(torch.randn(1, 64, 3 * 16).bfloat16(), 2)
+        packed_qkv.packed_qkv(torch.randn(1, 64, 3 * 16).bfloat16(), 2)
     assert str(caught.value) == (
         "cuDNN has no attention for 2 heads of width 8, 1 sequences of 64 tokens (no engine for this graph): "
         "use --attention sdpa"
     )
-
-
-def test_float32_is_an_error():
-    with pytest.raises(ValueError, match="bfloat16 or float16, not torch.float32: use autocast"):
-        attention.packed_qkv(torch.randn(1, 64, 3 * 16), 2)

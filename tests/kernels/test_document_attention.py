@@ -7,15 +7,8 @@ from reference import document_attention as attention_by_hand
 from test_model import SIZES, batch, loss_and_gradients, tiny
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from kernels.documents import (
-    NO_BOUNDARIES,
-    count_groups,
-    document_attention,
-    find_hidden,
-    find_offsets,
-    move_offsets,
-    padded_count,
-)
+from kernels.document_attention import document_attention
+from kernels.documents import NO_BOUNDARIES, count_groups, find_hidden, find_offsets, move_offsets, padded_count
 from model import GPT, GPTConfig, causal_attention
 from optimizations import saved_operators
 from parallel.activation_checkpointing import checkpoint_activations
@@ -136,7 +129,7 @@ def test_the_model_takes_the_offsets_where_a_kernel_does(monkeypatch):
     expected = model(x, y)
     assert torch.equal(packed(x, y), expected)
     monkeypatch.setattr("model.has_varlen_attention", lambda *_: True)
-    monkeypatch.setattr("model.document_attention", attention_by_hand)
+    monkeypatch.setattr("kernels.document_attention.document_attention", attention_by_hand)
     torch.testing.assert_close(model(x, y, find_offsets(x, END)), expected)
     others = find_offsets(tokens_of(ROWS["one document fills the row"])[0], END)
     assert (model(x, y, others) - expected).abs() > 1e-4
@@ -146,7 +139,7 @@ def test_the_model_takes_the_offsets_where_a_kernel_does(monkeypatch):
 def test_one_graph_for_any_number_of_documents(monkeypatch, group_tokens):
     monkeypatch.setattr("kernels.documents.GROUP_TOKENS", group_tokens)
     monkeypatch.setattr("model.has_varlen_attention", lambda *_: True)
-    monkeypatch.setattr("model.document_attention", attention_by_hand)
+    monkeypatch.setattr("kernels.document_attention.document_attention", attention_by_hand)
     counter = CompileCounterWithBackend("aot_eager")
     forward = torch.compile(tiny(mask_documents=True), dynamic=False, fullgraph=True, backend=counter)
     for columns in ([], [5], list(range(1, 24))):
@@ -164,7 +157,7 @@ def attention_on_gpu(kernel):
         pytest.importorskip("cudnn", reason="needs nvidia-cudnn-frontend")
         if torch.cuda.get_device_capability() < (9, 0):
             pytest.skip("cuDNN has ragged sequences on Hopper and newer")
-        from kernels.attention import packed_qkv
+        from kernels.packed_qkv import packed_qkv
 
         return packed_qkv
     return document_attention

@@ -82,7 +82,7 @@ def test_what_the_kernel_gets(monkeypatch, groups):
 def test_kernel_against_float64(B, T, heads, width, dtype, tolerance, monkeypatch):
     skip_without_flash4()
     monkeypatch.setattr("kernels.documents.GROUP_TOKENS", T)  # each row is a group
-    from kernels.attention import packed_qkv
+    from kernels.packed_qkv import packed_qkv
 
     idx = random_documents(B, T)
     no_boundaries = torch.zeros_like(idx)
@@ -125,7 +125,7 @@ def test_compiled_model_twice(masked):
 def test_registration():
     """Shapes, dtypes and strides of the fake kernels, and no output aliases an input."""
     skip_without_flash4()
-    from kernels.attention import packed_qkv, packed_qkv_backward
+    from kernels.packed_qkv import packed_qkv, packed_qkv_backward
 
     checks = ("test_schema", "test_faketensor", "test_autograd_registration")
     idx = random_documents(2, 64)
