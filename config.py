@@ -13,7 +13,7 @@ from common import flag_file
 from common.cli import check_bounds, flag, given, parse
 from common.errors import Note, UserError
 from model import GPTConfig
-from optim import recipes, schedules
+from optim import schedules
 from optimizations import SWITCHES, model_switches, refuse_unavailable_flags, turn_off_unavailable
 from parallel import place
 
@@ -232,7 +232,7 @@ def defaults(typed):
     chosen = in_files | typed
     if typed.get("ladder") and not {"data_dir", "device", "model", "init_from"} & chosen.keys():
         chosen["demo"] = chosen.get("demo") or not torch.cuda.is_available()
-    values = recipes.recipe_defaults(chosen) | in_files
+    values = schedules.recipe_defaults(chosen) | in_files
     if typed.get("ladder") and values.get("model") == "tiny":
         values["compile"] = True
     return Config(**values)
@@ -240,7 +240,7 @@ def defaults(typed):
 
 def chosen_flags(config):
     """{flag: value}, from which defaults() makes this config: what chooses its recipe, and what differs from it."""
-    recipe = recipes.recipe_defaults(vars(config))
+    recipe = schedules.recipe_defaults(vars(config))
     usual = vars(Config(**recipe))
     of_recipe = {name: recipe[name] for name in ("demo", "model", "optimizer") if name in recipe}
     return of_recipe | {name: getattr(config, name) for name in usual if getattr(config, name) != usual[name]}

@@ -27,8 +27,8 @@ from measure.child_run import count_devices, measure
 from measure.results import Results
 from measure.rungs import measure_baseline
 from measure.tables import align, markdown_table
-from optim import muon, schedules
-from optim.recipes import optimizer_defaults
+from optim import schedules
+from optim.optimizer import OPTIMIZERS, optimizer_defaults
 from optimizations import turn_off_unavailable
 from parallel.memory import LARGEST_IN_WARMUP
 from parallel.process_group import Distributed
@@ -49,7 +49,7 @@ RECIPES = {
     "GPT-3's recipe": {},
     "learning rate 1.8e-3": dict(lr=1.8e-3),
     "linear decay to 0": dict(lr_schedule="linear", min_lr_ratio=0.0),
-    "Muon": muon.DEFAULTS,
+    "Muon": OPTIMIZERS["muon"].defaults,
     "batch warm-up": dict(batch_warmup_steps=8000),  # 2 billion tokens (GPT-3: 4 to 12); fewer in a short run
     "fp8, also in the head": dict(fp8=True, fp8_head=True),
 }

@@ -21,17 +21,6 @@ from torch.distributed.tensor import DTensor
 
 from common.dtensors import local
 
-# The defaults with --optimizer muon; dev/LOG.md says how they were chosen
-DEFAULTS = dict(
-    optimizer="muon",
-    lr=3.6e-3,
-    adamw_lr=3.6e-3,
-    warmup_steps=10,
-    lr_schedule="wsd",
-    cooldown_ratio=0.4,
-    min_lr_ratio=0.0,
-)
-
 # Polar Express (Amsel et al. 2025, arXiv 2505.16932): the five polynomials x -> a x + b x³ + c x⁵ that bring singular
 # values from 0.001 to 1 closest to 1. They take x / 1.01, since bf16 rounds some singular values up.
 COEFFICIENTS = tuple(

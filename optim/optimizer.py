@@ -5,9 +5,6 @@ from dataclasses import dataclass, field
 
 import torch
 
-from optim import muon
-from optim.adamw_8bit import AdamW8bit, moment_bytes
-
 
 @dataclass(frozen=True)
 class Row:
@@ -29,11 +26,21 @@ def make_optimizer(model, config):
 
 
 def make_adamw_8bit(model, config):
+    from optim.adamw_8bit import AdamW8bit
+
     groups, settings = adamw_groups(model.parameters(), config, config.lr)
     return AdamW8bit(groups, config.compile, **settings)
 
 
+def adamw_8bit_bytes(width):
+    from optim.adamw_8bit import moment_bytes
+
+    return moment_bytes(width), moment_bytes(width)
+
+
 def make_muon(model, config):
+    from optim.muon import Muon
+
     matrices = {}  # Muon's, by shape
     for name, parameter in model.named_parameters():
         if name.startswith("transformer.h.") and parameter.dim() == 2:
@@ -48,7 +55,7 @@ def make_muon(model, config):
         dict(params=parameters, parts=parts, lr=config.lr, weight_decay=config.weight_decay, peak=config.lr)
         for (_, parts), parameters in matrices.items()
     ]
-    return muon.Muon(groups, adamw, config.compile, config.momentum)
+    return Muon(groups, adamw, config.compile, config.momentum)
 
 
 def make_adamw(parameters, config, peak):
@@ -72,7 +79,7 @@ OPTIMIZERS = dict(
     # adamw_8bit: moments of 1 byte instead of 4
     adamw_8bit=Row(
         make_adamw_8bit,
-        lambda width: (moment_bytes(width), moment_bytes(width)),
+        adamw_8bit_bytes,
         fused=False,
         needs_rows="has scales for blocks of whole rows",
     ),
@@ -80,10 +87,25 @@ OPTIMIZERS = dict(
         make_muon,
         lambda width: (4, 8),
         flags=("adamw_lr", "momentum"),
-        defaults=muon.DEFAULTS,
+        # dev/LOG.md says how they were chosen
+        defaults=dict(
+            optimizer="muon",
+            lr=3.6e-3,
+            adamw_lr=3.6e-3,
+            warmup_steps=10,
+            lr_schedule="wsd",
+            cooldown_ratio=0.4,
+            min_lr_ratio=0.0,
+        ),
         needs_rows="orthogonalizes whole matrices",
     ),
 )
+
+
+def optimizer_defaults(flags):
+    """The defaults of --optimizer; none where its value is not an optimizer."""
+    name = flags.get("optimizer")
+    return OPTIMIZERS[name].defaults if name in OPTIMIZERS else {}
 
 
 def fused_update(config, distributed):

@@ -1,9 +1,33 @@
-"""What the learning rate and the batch size are at each step."""
+"""Training recipes: sets of flags, and what the learning rate and the batch size are at each step."""
 
 import math
 
 from common.errors import Note
-from optim.optimizer import OPTIMIZERS
+from optim.optimizer import OPTIMIZERS, optimizer_defaults
+
+# The defaults with --model tiny: it learns something on two CPU cores within three minutes
+TINY = dict(
+    model="tiny",
+    seq_len=128,
+    total_batch_size=1024,
+    max_steps=200,
+    compile=False,
+    lr=2e-3,
+    warmup_steps=20,
+    val_every=50,
+    val_tokens=8192,
+    hellaswag_every=0,
+    sample_every=100,
+    checkpoint_every=100,
+)
+# The defaults with --demo
+DEMO = dict(TINY, demo=True, data_dir="demo_data")
+
+
+def recipe_defaults(flags):
+    """The defaults of --demo, --model tiny and --optimizer muon, where they are among flags: {name: value}."""
+    small = DEMO if flags.get("demo") else TINY if flags.get("model") == "tiny" else {}
+    return small | optimizer_defaults(flags)
 
 
 def check_flags(config, distributed, notes):

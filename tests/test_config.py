@@ -11,13 +11,13 @@ from common.cli import given, parse
 from common.errors import UserError
 from config import GROUPS, Config, command_line, defaults, resolve, set_sizes
 from model import GPTConfig
-from optim import recipes
-from optim.muon import DEFAULTS as MUON
-from optim.recipes import TINY
+from optim import schedules
+from optim.optimizer import OPTIMIZERS
+from optim.schedules import TINY
 from parallel.memory import bytes_of_weights, choose_micro_batch_size, count_params
 from parallel.process_group import Distributed
 
-DEMO = Config(**recipes.DEMO)
+DEMO = Config(**schedules.DEMO)
 
 
 def resolved(world_size=1, device="cpu", machine=None, **flags):
@@ -177,7 +177,7 @@ def test_errors_on_the_command_line(command, monkeypatch):
         Config(tf32=False, autocast="off", lr=1e-3, micro_batch_size=4, data_dir="my data", shuffle=False, n_head=3),
         replace(DEMO, compile=True, max_steps=7),
         Config(**dict(TINY, data_dir="my data", seed=3)),
-        Config(**dict(TINY, **MUON)),
+        Config(**dict(TINY, **OPTIMIZERS["muon"].defaults)),
     ],
 )
 def test_flags_parse_into_the_config_they_came_from(config, monkeypatch):
@@ -189,7 +189,7 @@ def test_a_recipe_and_a_file_of_flags(tmp_path):
     """The command line chooses the recipe, and every value of the file counts, also one that is the usual default."""
     (tmp_path / "a.yaml").write_text("optimizer: muon\nlr: 5e-4\nwarmup_steps: 10\n")
     usual, adamw = (defaults(dict(config=str(tmp_path / "a.yaml")) | typed) for typed in ({}, dict(optimizer="adamw")))
-    assert usual == Config(**dict(MUON, lr=5e-4, warmup_steps=10))
+    assert usual == Config(**dict(OPTIMIZERS["muon"].defaults, lr=5e-4, warmup_steps=10))
     assert replace(adamw, optimizer="adamw") == Config(lr=5e-4, warmup_steps=10)
     (tmp_path / "b.yaml").write_text(f"max_steps: {Config.max_steps}\n")
     assert defaults(dict(config=f"{tmp_path}/b.yaml", model="tiny")).max_steps == Config.max_steps

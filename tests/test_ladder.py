@@ -16,11 +16,11 @@ from common.errors import UserError
 from config import SETTLING_STEPS, Config, defaults
 from measure import child_run
 from measure.rungs import first_micro_batch, fit_rung, with_rungs
-from optim import recipes
+from optim import schedules
 from optimizations import RUNGS
 from parallel.process_group import Distributed
 
-DEMO = Config(**recipes.DEMO)
+DEMO = Config(**schedules.DEMO)
 
 KERNELS = ("fused_cross_entropy", "fused_gelu")
 NAMES = ("tf32", "compile", "flash", "pad_vocab", "fused_adamw", "bf16_residual", *KERNELS)

@@ -18,10 +18,10 @@ from common.cli import ROOT, given, parse, python_command
 from common.errors import Note, UserError
 from common.flag_file import HINTS
 from config import Config, defaults
-from optim import recipes
+from optim import schedules
 from watch import curves
 
-DEMO = Config(**recipes.DEMO)
+DEMO = Config(**schedules.DEMO)
 
 
 def complaint(*arguments, flags_type=Config):

@@ -7,7 +7,7 @@ import pytest
 from common import flag_file
 from common.errors import UserError
 from config import GROUPS, Config, chosen_flags, defaults
-from optim import recipes
+from optim import schedules
 
 
 def read(path, text):
@@ -39,7 +39,7 @@ def test_a_run_of_an_older_version_continues_with_its_flags(tmp_path):
     (run / "config.json").write_text('{"finished": false}')
     shutil.copy(Path(__file__).with_name("old_flags.yaml"), run / "flags.yaml")
     own = dict(lr=5e-4, max_steps=19073, autocast="off", data_dir="my data", warmup_steps=715, compile=True)
-    config = Config(**recipes.recipe_defaults(dict(model="tiny", optimizer="muon")) | own)
+    config = Config(**schedules.recipe_defaults(dict(model="tiny", optimizer="muon")) | own)
     assert defaults(dict(resume=str(run))) == config
     # the file that the run writes next has what differs from its recipe
     flag_file.write(run / "flags.yaml", chosen_flags(config), GROUPS)
