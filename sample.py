@@ -10,7 +10,7 @@ from common.interrupt import Stopped
 import codecs
 import sys
 from dataclasses import dataclass
-from functools import partial
+from pathlib import Path
 from typing import Annotated, Literal
 
 import torch
@@ -49,64 +49,48 @@ def draw_token(logits, temperature=1.0, top_k=0, top_p=1.0, generator=None):
 
 
 @torch.no_grad()
-def generate(model, tokens, max_new_tokens, graph=False, **options):
+def generate(model, tokens, max_new_tokens, **options):
     """Yield the max_new_tokens tokens, (B, 1) each, that follow tokens (B, T), T >= 1. options: draw_token's.
 
-    A token is -1 if its logits are not finite.
     Beyond seq_len tokens the model gets the last seq_len and recomputes all of them for every token, because GPT-2's
-    position embeddings are absolute. graph: replay decoding steps as a CUDA graph; not supported under autocast.
+    position embeddings are absolute. Raises UserError if the logits are not finite.
     """
     seq_len = model.config.seq_len
     cache = model.new_cache(min(seq_len, tokens.size(1) + max_new_tokens))
-    logits = model(tokens[:, -seq_len:], cache=cache)
-    if graph and max_new_tokens > 1 and tokens.size(1) < seq_len:
-        decode = record(model, cache, len(tokens))
-    else:
-        decode = partial(model, cache=cache)
-    for i in range(max_new_tokens):
-        logits = logits[:, -1]
-        token = draw_token(logits.nan_to_num(), **options)  # drawing from NaN is an assertion that ends a GPU's process
-        yield token.where(logits.isfinite().all(dim=-1, keepdim=True), -1)
-        if i == max_new_tokens - 1:
-            return
-        tokens = torch.cat((tokens, token), dim=1)
-        if tokens.size(1) <= seq_len:
-            logits = decode(token)
-        else:
-            logits = model(tokens[:, -seq_len:], cache=model.new_cache(seq_len))
+    new = tokens
+    for _ in range(max_new_tokens):
+        if tokens.size(1) > seq_len:
+            cache, new = model.new_cache(seq_len), tokens[:, -seq_len:]
+        logits = model(new, cache=cache)[:, -1]
+        if not logits.isfinite().all():  # drawing from NaN is an assertion that ends a GPU's process
+            raise UserError("the model's logits are not finite: if its training diverged, use an earlier checkpoint")
+        new = draw_token(logits, **options)
+        yield new
+        tokens = torch.cat((tokens, new), dim=1)
 
 
-def record(model, cache, B):
-    """Record model(token, cache=cache) as a CUDA graph. Returns a function: token (B, 1) -> logits (B, 1, V).
+def continue_prompt(model, prompt, count, max_new_tokens, seed, top_k=50, **options):
+    """Yield the next token of each of `count` texts, a list of ints, until every text has had an <|endoftext|>.
 
-    A replay is a single launch; otherwise the launches of single kernels dominate a decoding step with few texts.
+    An empty prompt starts a new document. The same seed gives the same tokens on the same device. options:
+    draw_token's.
     """
-    # 1,000 tokens on an H200: 0.82 s; torch.compile(mode="reduce-overhead") takes 0.60 s, but 10 s for its first call
-    length = cache.length.clone()
-    static_token = torch.zeros(B, 1, dtype=torch.long, device=length.device)
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):  # warm-up: libraries must not initialize during the capture
-        model(static_token, cache=cache)
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        logits = model(static_token, cache=cache)
-    cache.length.copy_(length)  # the first replay overwrites the warm-up's keys and values
-
-    def replay(token):
-        static_token.copy_(token)
-        graph.replay()
-        return logits
-
-    return replay
+    device = next(model.parameters()).device
+    generator = torch.Generator(device).manual_seed(seed)
+    prompt_tokens = get_tokenizer().encode_ordinary(prompt) or [END_OF_TEXT]
+    start = torch.tensor([prompt_tokens] * count, device=device)  # (count, T)
+    ended = torch.zeros(count, 1, dtype=torch.bool, device=device)
+    for tokens in generate(model, start, max_new_tokens, top_k=top_k, generator=generator, **options):
+        yield tokens.flatten().tolist()
+        ended |= tokens == END_OF_TEXT
+        if ended.all():
+            return
 
 
 def sample(model, prompt, count, max_new_tokens, seed=42, stop=None, **options):
-    """Generate `count` texts that begin with the prompt: a list of strings. An empty prompt starts a new document.
+    """Generate `count` texts that begin with the prompt and end before <|endoftext|>: a list of strings.
 
-    A text ends before <|endoftext|>. The same seed gives the same texts on the same device. options: top_k (default
-    50), and those of generate and draw_token. Raises Stopped after stop, a StopSignal, has received a signal.
+    options: continue_prompt's. Raises Stopped after stop, a StopSignal, has received a signal.
     """
     rows = [[] for _ in range(count)]
     drawn = continue_prompt(model, prompt, count, max_new_tokens, seed, **options)
@@ -141,26 +125,6 @@ def sample_in_training(model, seed, distributed, stop=None):
     return texts
 
 
-def continue_prompt(model, prompt, count, max_new_tokens, seed, top_k=50, **options):
-    """Yield the next token of each of `count` texts, a list of ints, until every text has had an <|endoftext|>.
-
-    Raises UserError if the logits are not finite.
-    """
-    device = next(model.parameters()).device
-    generator = torch.Generator(device).manual_seed(seed)
-    prompt_tokens = get_tokenizer().encode_ordinary(prompt) or [END_OF_TEXT]
-    start = torch.tensor([prompt_tokens] * count, device=device)  # (count, T)
-    ended = set()
-    for tokens in generate(model, start, max_new_tokens, top_k=top_k, generator=generator, **options):
-        tokens = tokens.flatten().tolist()
-        if -1 in tokens:
-            raise UserError("the model's logits are not finite: if its training diverged, use an earlier checkpoint")
-        yield tokens
-        ended |= {row for row, token in enumerate(tokens) if token == END_OF_TEXT}
-        if len(ended) == count:
-            return
-
-
 @dataclass
 class Flags:
     """Generate text with a GPT-2."""
@@ -171,8 +135,8 @@ class Flags:
     """The beginning of the text."""
     prompt_file: str | None = None
     """Read the prompt from this file instead; - is standard input."""
-    count: int | None = flag(None, at_least=1)
-    """Number of texts; by default 4, or 1 with --stream."""
+    count: int = flag(4, at_least=1)
+    """Number of texts."""
     max_new_tokens: int = flag(100, at_least=1)
     """Tokens to generate after the prompt."""
     temperature: float = flag(1.0, at_least=0)
@@ -182,7 +146,7 @@ class Flags:
     top_p: float = flag(1.0, above=0, at_most=1)
     """Draw from the fewest tokens that together have this probability."""
     stream: bool = False
-    """Print each token as soon as it is generated."""
+    """Print one text instead, each token as soon as it is generated."""
     seed: int = flag(42, at_least=0, below=2**63)
     """Random seed; the same seed gives the same text."""
     device: Literal["auto", "cuda", "cpu", "mps"] = "auto"
@@ -192,38 +156,29 @@ class Flags:
 def read_prompt(path):
     """The text of a file, or of standard input for "-". Raises UserError if it cannot be read."""
     try:
-        if path == "-":
-            return sys.stdin.read() if sys.stdin else ""  # None: the caller has closed it
-        with open(path, encoding="utf-8") as file:
-            return file.read()
+        return sys.stdin.read() if path == "-" else Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"--prompt_file {path}: {getattr(error, 'strerror', None) or error}") from error
 
 
 def main():
     flags = parse(Flags, hints=HINTS)
-    count = (1 if flags.stream else 4) if flags.count is None else flags.count
-    if flags.stream and count > 1:
-        raise UserError(f"--stream prints one text, --count is {count}: leave one of them out")
-    if flags.prompt_file is not None and flags.prompt != PROMPT:
-        raise UserError("--prompt and --prompt_file exclude each other: leave one of them out")
     device = process_group.start_alone(flags.device, "sample.py runs in one process")
     prompt = flags.prompt if flags.prompt_file is None else read_prompt(flags.prompt_file)
-    options = dict(temperature=flags.temperature, top_k=flags.top_k, top_p=flags.top_p, graph=device.type == "cuda")
+    options = {name: getattr(flags, name) for name in ("max_new_tokens", "seed", "temperature", "top_k", "top_p")}
     with out_of_memory("use a smaller --count or model"):
         model = load_model(flags.model).to(device)
         if flags.stream:
-            print_stream(model, prompt, flags.max_new_tokens, seed=flags.seed, **options)
+            print_stream(model, prompt, **options)
         else:
-            texts = sample(model, prompt, count, flags.max_new_tokens, seed=flags.seed, **options)
-            print(f"\n{'-' * 80}\n".join(texts))
+            print(f"\n{'-' * 80}\n".join(sample(model, prompt, flags.count, **options)))
 
 
-def print_stream(model, prompt, max_new_tokens, **options):
+def print_stream(model, prompt, **options):
     """Print the prompt and then each token as it is generated. options: continue_prompt's."""
     decoder = codecs.getincrementaldecoder("utf-8")("replace")  # one character may take several tokens
     print(prompt, end="", flush=True)
-    for (token,) in continue_prompt(model, prompt, 1, max_new_tokens, **options):
+    for (token,) in continue_prompt(model, prompt, count=1, **options):
         if token != END_OF_TEXT:
             print(decoder.decode(get_tokenizer().decode_single_token_bytes(token)), end="", flush=True)
     print(decoder.decode(b"", final=True))

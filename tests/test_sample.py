@@ -45,18 +45,6 @@ def test_the_cache_does_not_change_the_tokens(attention, length):
     assert len(expected[:, length:].unique()) > 1
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("count", [1, 5])
-@pytest.mark.parametrize("length", [1, 5, 24, 30])
-def test_the_cuda_graph_does_not_change_the_tokens(count, length):
-    """A prompt of seq_len tokens or more is not recorded."""
-    model = varied().cuda()
-    prompt = torch.randint(301, (count, length), device="cuda")
-    with torch.no_grad():
-        expected = greedy_without_cache(model, prompt, 30)
-    assert torch.equal(continued(model, prompt, 30, temperature=0, graph=True), expected)
-
-
 @pytest.mark.parametrize("options", [dict(), dict(temperature=0), dict(top_k=0, top_p=0.9)])
 def test_logits_that_are_not_finite_are_an_error(options):
     """Also if only a later position has them."""
@@ -133,9 +121,8 @@ def test_the_command_and_its_errors(call_main, tmp_path, monkeypatch):
     expect_error(call_main("sample.py", "run/checkpoint_9", "--device", "cpu"), "run/checkpoint_9 is not a folder")
     for temperature in (-1, "nan"):
         expect_error(call_main("sample.py", "c", "--temperature", temperature, "--device", "cpu"), "--temperature")
-    expect_error(call_main("sample.py", "c", "--prompt", "a", "--prompt_file", "b"), "exclude each other")
+    expect_error(call_main("sample.py", "c", "--prompt_file", "b", "--device", "cpu"), "--prompt_file b: No such file")
     expect_error(call_main("sample.py", "c", "--count", 0, "--device", "cpu"), "--count")
-    expect_error(call_main("sample.py", "c", "--stream", "--count", 2, "--device", "cpu"), "--stream", "--count")
     expect_error(
         call_main("sample.py", "some-name-that-is-not-there", "--device", "cpu"), "some-name-that-is-not-there"
     )
