@@ -27,7 +27,7 @@ def tiny(n_embd=16):
 
 def write(folder, model, **training):
     """A checkpoint without the optimizer's state."""
-    training = dict(step=0, tokens=0, loader={}, scaler={}, run={}) | training
+    training = dict(step=0, tokens=0, loader={}, scaler={}, run={}, shards={}) | training
     return save.write(folder, model, (hugging_face.host_weights(model), dict(nothing=torch.zeros(1))), training)
 
 
