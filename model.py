@@ -25,7 +25,7 @@ class GPTConfig:
     n_embd: int = 768
     attention: str = "sdpa"  # a value of --attention: what computes it
     pad_vocab: bool = True  # embedding table rounded up to a multiple of pad_to rows
-    pad_to: int = 128  # with --tensor a multiple of 128 and of the ranks that split a layer
+    pad_to: int = 128  # a multiple of 128: whole tensor-core tiles
     bf16_residual: bool = False  # the residual stream in bf16; needs autocast to bf16
     fused_cross_entropy: bool = False  # head and loss by a Triton kernel; needs a GPU
     fused_gelu: bool = False  # GELU in the epilogues of cuBLASLt's GEMMs
@@ -65,7 +65,7 @@ class CausalSelfAttention(nn.Module):
     def forward(self, x, past, documents):
         qkv = self.c_attn(x)  # (B, T, 3C)
         B, T, C = *qkv.shape[:2], qkv.size(2) // 3
-        n_head = C // self.head_width  # of this rank: --tensor and --context split heads
+        n_head = C // self.head_width  # fewer than the model's where heads are split over GPUs
         # cudnn_packed: the gradients of q, k and v arrive in one (B, T, 3C) tensor, which c_attn's backward reads.
         # flash4: so they do, from the faster backward of FlashAttention-4
         if self.attention in PACKED and past is None and documents.hidden is None:
@@ -115,7 +115,7 @@ class Block(nn.Module):
         self.attn = CausalSelfAttention(config)
         self.ln_2 = nn.LayerNorm(config.n_embd)
         self.mlp = MLP(config)
-        self.recompute = None  # options for torch.utils.checkpoint, from parallel/activation_checkpointing.py
+        self.recompute = None  # options for torch.utils.checkpoint
 
     def forward(self, x, past, documents):
         # activation_checkpointing: backward recomputes the block's activations instead of keeping them
@@ -191,7 +191,7 @@ class GPT(nn.Module):
         (Radford et al. 2019, section 2.3).
 
         Weights are drawn in host memory one after the other, so they depend on the seed alone. fill(parameter, weight)
-        copies each into its parameter, which may be sharded over ranks.
+        copies each into its parameter, which may be a DTensor.
         """
         for name, parameter in self.named_parameters():
             weight = torch.zeros(parameter.shape, device="cpu")
@@ -240,8 +240,6 @@ class GPT(nn.Module):
         if varlen and offsets is not None:
             return Documents(offsets=offsets)
         return Documents(hidden=find_hidden(idx, c.vocab_size - 1))
-
-    # separate, because a stage of --pipeline calls only some of these
 
     def embed(self, idx, position):
         x = self.transformer.wte(idx) + self.transformer.wpe(position)  # (B, T, C)
