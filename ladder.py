@@ -19,15 +19,19 @@ from tqdm import tqdm
 
 from common.cli import flag
 from common.device import choose_device_type
-from common.errors import UserError, run
+from common.errors import Note, UserError, run
 from config import GROUPS, SETTLING_STEPS, Config, read_command_line
 from measure import child_run, figures
-from measure.child_run import count_devices, measure, short_run
-from measure.results import Results
-from measure.rungs import fit_rung, measure_baseline
-from measure.tables import COLUMNS, WIDTHS, align, cells, markdown, uneven_warning
-from optimizations import RUNGS
+from measure.child_run import OUT_OF_MEMORY, count_devices, measure, medians, short_run, uneven_warning
+from measure.results import Results, align
+from optimizations import RUNGS, is_off, turn_off_unavailable
+from parallel.memory import choose_micro_batch_size
 from parallel.process_group import Distributed
+
+COLUMNS = ("rung", "ms a step", "tokens/sec", "× before", "× first", "MFU", "peak GB", "mJ/token", "loss")
+WIDTHS = (28, 10, 11, 8, 8, 6, 8, 8, 8)
+NOTE = "Losses are those of the last step: compare only rows with the same recipe and tokens a step."
+FIRST_MICRO_BATCH = 16  # of the first rungs on a GPU, halved until it fits; an 80 GB A100 can hold it
 
 
 @dataclass
@@ -78,15 +82,17 @@ def climb(config, typed=()):
     small = ", of the demo's small model (GPT-2 needs a GPU, and data)" if config.demo else ""
     print(f"results: {results.folder}/{small}")
     config = replace(config, warmup_steps=min(config.warmup_steps, steps // 4))  # it fits into the run
-    on, rows = [], []  # on: rungs done
+    on, rows, texts = [], [], []  # on: rungs done
     print(align(COLUMNS, WIDTHS))
 
     def show(row, notes=()):
         rows.append(row)
-        bar.write(align(cells(row, rows), WIDTHS))
+        texts.append(cells(row, rows))
+        bar.write(align(texts[-1], WIDTHS))
         for line in (*map(str, notes), *uneven_warning(row)):
             bar.write(f"    ({line})")
-        results.save(rows, markdown(rows), partial(figures.ladder, rows), config.ladder_steps)
+        note = f"{NOTE} {medians(rows, config.ladder_steps)}"
+        results.save(rows, COLUMNS, texts, note, partial(figures.ladder, rows))
 
     with tqdm(total=(1 + len(rungs)) * steps, unit="step", leave=False, disable=None) as bar:
         baseline, row = measure_baseline(config, config.ladder_steps, device, results, bar)
@@ -149,6 +155,73 @@ def turn_on_named(config):
     return replace(config, **{row.flag: True for name, row in RUNGS.items() if name in named and not row.default})
 
 
+def measure_baseline(config, timed, device, results, bar):
+    """(Config, result of measure()) of the first rung, with all optimizations off, in the folder 00_baseline.
+
+    timed: steps to measure. Its micro-batch is halved until it fits into memory. Raises UserError if it cannot run for
+    another reason.
+    """
+    B, name, steps = first_micro_batch(config, device), "00_baseline", SETTLING_STEPS + timed
+    bar.set_description("baseline")
+    while True:
+        rung, *_ = fit_rung(config, [], (), B, Distributed(0, 1, device), None)
+        row = measure(short_run(rung, timed), results, name, 1, steps, bar)
+        if row.get("reason") != OUT_OF_MEMORY or B == 1:
+            break
+        B //= 2
+        name = f"00_baseline_B{B}"
+        bar.update(-steps)
+    if row["status"] == "skipped" and row["reason"] != OUT_OF_MEMORY:
+        raise UserError(row["reason"])  # a mistake in the flags fails every rung
+    return rung, row
+
+
+def first_micro_batch(config, device):
+    """Micro-batch size of the first rungs: at most 16 on a GPU and 1 elsewhere, halved until it divides the batch."""
+    size = min(FIRST_MICRO_BATCH, config.micro_batch_size or FIRST_MICRO_BATCH) if device.type == "cuda" else 1
+    while size > 1 and config.total_batch_size % (size * config.seq_len):
+        size //= 2
+    return size
+
+
+def fit_rung(config, on, names, first, distributed, before):
+    """(Config, {name: why it changes nothing}, Notes of what the rung before had and this one cannot have) of the rung
+    that adds `names` to those in `on`.
+
+    The Config is what this machine can run. before: that of the rung before, None for the first.
+    """
+    rung, notes = turn_off_unavailable(with_rungs(config, [*on, *names], first), distributed)
+    lost = [note for note in notes if before and is_off(note) and getattr(before, note.flag) != note.value]
+    if distributed.device.type != "cuda" and rung.micro_batch_size is None:
+        rung.micro_batch_size, reason = choose_micro_batch_size(rung, Distributed(0, 1, distributed.device), None)
+        notes.append(Note("micro_batch_size", rung.micro_batch_size, reason))
+    idle = {}
+    for name in names if before and names[0] != "ddp" else ():
+        flags = RUNGS[name].off
+        if all(getattr(rung, flag) == getattr(before, flag) for flag in flags):
+            same = "off on the command line" if RUNGS[name].is_switch else "its value is that of the rung before"
+            idle[name] = "; ".join(str(note) for note in notes if note.flag in flags) or same
+    if names == ("ddp", 1):
+        alone = "one GPU here" if distributed.device.type == "cuda" else "no GPUs here: torchrun starts more processes"
+        idle = {"ddp": alone}
+    return rung, idle, lost
+
+
+def with_rungs(config, on, first):
+    """config with only the rungs in `on`; first: the micro-batch size before the micro_batch rung."""
+    changes = {}
+    for row in reversed(RUNGS.values()):  # where two rows share a flag, the first that is off decides
+        if row.name not in on and row.is_on(config):
+            changes |= row.off
+    if "micro_batch" not in on:
+        changes["micro_batch_size"] = first
+    if "ddp" not in on:
+        changes |= dict(bf16_gradients=False, overlap_gradients=False)
+    if "accumulation" not in on:
+        changes["total_batch_size"] = first * config.seq_len
+    return replace(config, **changes)
+
+
 def label(names, row, config, earlier=()):
     """A rung's name in the table. row: its result; config: its Config; earlier: the results of the rungs before."""
     mode = config.parallel.upper()
@@ -163,6 +236,25 @@ def label(names, row, config, earlier=()):
     if len(sizes) > 1 and sizes[-1] != sizes[-2] and "micro_batch" not in names:
         text += f" (micro-batch {sizes[-1]})"  # what fits has changed
     return text
+
+
+def cells(result, results):
+    """A rung's row of the table as text."""
+    if result["status"] != "done":
+        return [result["rung"], f"{result['status']}: {result['reason']}"]
+    done = [r for r in results if r["status"] == "done"]
+    rate = result["tokens_per_sec"]
+    return [
+        result["rung"],
+        f"{result['ms']:.2f}",
+        f"{rate:,.0f}",
+        f"{rate / done[-2]['tokens_per_sec']:.2f}" if len(done) > 1 else "",
+        f"{rate / done[0]['tokens_per_sec']:.2f}",
+        f"{result['mfu']:.1%}" if result["mfu"] else "–",
+        f"{result['peak_gb']:.2f}",
+        "–" if result["mj_per_token"] is None else f"{result['mj_per_token']:.3g}",
+        "–" if result["loss"] is None else f"{result['loss']:.4f}",
+    ]
 
 
 if __name__ == "__main__":

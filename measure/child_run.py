@@ -25,6 +25,7 @@ from data.shards import open_shards
 from measure.energy import mj_per_token, read_joules
 
 OUT_OF_MEMORY = "out of memory"
+UNEVEN = 0.3  # a warning from this ratio of the step times' interquartile range to their median
 # Environment variables that torchrun sets for its ranks; child processes must not inherit them
 TORCHRUN = re.compile(
     r"(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)$|ROLE_NAME$|MASTER_(ADDR|PORT)$|TORCHELASTIC_|TORCH_NCCL_ASYNC_ERROR"
@@ -151,6 +152,23 @@ def measure(arguments, results, name, ranks, steps, bar):
     )
     write_json(folder / f"{name}.json", result)
     return result
+
+
+def uneven_warning(result):
+    """A line, in a list, about a measurement whose steps are uneven; else an empty list."""
+    spread = result.get("spread", 0)
+    if spread < UNEVEN:
+        return []
+    return [f"uneven steps: the interquartile range is {spread:.0%} of the median; is the device shared?"]
+
+
+def medians(rows, steps):
+    """A sentence on what was measured. rows: of measure(), which timed `steps` steps."""
+    spread = max((row["spread"] for row in rows if row["status"] == "done"), default=0)
+    return (
+        f"Medians of {steps} steps after {SETTLING_STEPS} to warm up; the middle half of a run's steps spans "
+        f"{spread:.1%} of its median, or less."
+    )
 
 
 def read_kept(path, command, environment):

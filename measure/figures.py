@@ -9,7 +9,6 @@ from watch.curves import INK, MUTED, PALETTE, RULE, mark, new_figure
 SPEED, MEMORY = "#2f6fbb", "#c77d2e"
 HEAT = "Blues"
 MODEL_FLAGS = {"model", "n_layer", "n_head", "n_embd"}
-UNEVEN = 0.3  # steps are marked as uneven from this ratio of their times' interquartile range to the median
 
 
 def rate_text(rate, least):
@@ -17,12 +16,6 @@ def rate_text(rate, least):
     if least < 1e3:
         return f"{rate:,.0f}"
     return f"{rate / 1e3:,.{1 if rate < 1e5 else 0}f}k"
-
-
-def uneven(result):
-    """The interquartile range of a measurement's step times, over their median, as text; empty for even steps."""
-    spread = result.get("spread", 0)
-    return f"{spread:.0%}" if spread >= UNEVEN else ""
 
 
 def describe(cell):
@@ -49,7 +42,7 @@ def ladder(results, path):
     results: one dictionary per rung, as from measure.measure; only those with status "done" are drawn.
     """
     results = [result for result in results if result["status"] == "done"]
-    names = [result["rung"] + (uneven(result) and f"\nuneven steps: {uneven(result)}") for result in results]
+    names = [result["rung"] for result in results]
     figure, (speed, memory) = new_figure(
         11, 1.5 + 0.42 * len(names), columns=2, sharey=True, gridspec_kw=dict(width_ratios=(2.2, 1))
     )
@@ -136,7 +129,6 @@ def heat_map(axes, results, path):
             ratio = ratios[y, x]
             share = f"MFU {result['mfu']:.1%}" if result["mfu"] else f"{ratio:.2f} × the best"
             text = f"{rate_text(result['tokens_per_sec'], worst)}\n{share}\n{result['peak_gb']:.1f} GB"
-            text += uneven(result) and f"\nuneven: {uneven(result)}"
             ax.text(
                 x, y, text, ha="center", va="center", fontsize=10, color="white" if ratio > (1 + least) / 2 else INK,
                 fontweight="bold" if ratio == 1 else "normal",

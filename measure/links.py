@@ -19,8 +19,7 @@ from tqdm import tqdm
 
 from common.cli import flag, parse
 from common.errors import UserError, out_of_memory, run
-from measure.results import Results
-from measure.tables import align, markdown_table
+from measure.results import Results, align
 from measure.timing import LONGEST, WARM_UP, TimingFlags, time_of
 from parallel import process_group
 from watch.hardware import environment
@@ -36,6 +35,10 @@ BUS_FACTORS = {
 }
 COLUMNS = ("collective", "size", "ms", "algorithm GB/s", "bus GB/s")
 COLUMN_WIDTHS = (16, 8, 10, 14, 10)
+NOTE = (
+    "A GB of size is 2^30 bytes, a GB/s is 10^9 bytes/s. Algorithm bandwidth is size over time; bus bandwidth is what "
+    "a rank's link carries in one direction (nccl-tests' definitions)."
+)
 
 
 @dataclass
@@ -81,7 +84,7 @@ def measure_links(flags, distributed, files):
                     bar.write(align(cells(result), COLUMN_WIDTHS))
                 bar.update()
             if main:
-                files.save(results, markdown(results))
+                files.save(results, COLUMNS, [cells(result) for result in results], f"{facts['title']}. {NOTE}")
 
 
 def time_collective(name, size, repeats, distributed):
@@ -135,12 +138,6 @@ def size_text(size):
 def cells(result):
     rates = (result["algorithm_gb_per_s"], result["bus_gb_per_s"])
     return [result["name"], size_text(result["bytes"]), f"{result['ms']:.4f}", *(f"{rate:.4g}" for rate in rates)]
-
-
-def markdown(results):
-    text = f"{results[0]['facts']['title']}\n\n{markdown_table(COLUMNS, [cells(result) for result in results])}\n\n"
-    text += "A GB of size is 2^30 bytes, a GB/s is 10^9 bytes/s. Algorithm bandwidth is size over time; bus "
-    return text + "bandwidth is what a rank's link carries in one direction (nccl-tests' definitions)."
 
 
 if __name__ == "__main__":

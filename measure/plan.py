@@ -15,8 +15,8 @@ from common.cli import flag
 from common.errors import UserError, run
 from config import GROUPS, Config, command_line, read_command_line, set_sizes
 from measure.child_run import run_config
+from measure.results import align
 from measure.step_time import Cluster, StepTime, step_time
-from measure.tables import align
 from parallel import fsdp, place
 from parallel.memory import StepMemory, count_params, step_memory
 from parallel.process_group import Distributed

@@ -1,4 +1,4 @@
-"""The folder of several measurements."""
+"""The folder of several measurements, and their tables, for the terminal and as Markdown."""
 
 import shlex
 import signal
@@ -7,7 +7,6 @@ import sys
 from checkpoints.run_folder import folder_of, lock, make_folder
 from common.errors import UserError
 from common.files import write_json
-from config import SETTLING_STEPS
 from watch.hardware import environment
 
 
@@ -33,24 +32,32 @@ class Results:
     def _write(self, results):
         write_json(self.folder / f"{self.kind}.json", dict(command=shlex.join(sys.argv), results=results))
 
-    def save(self, results, markdown, draw=None, steps=None):
-        """Write the results so far to KIND.json, KIND.md and, with draw(path), KIND.png. steps: how many were timed in
-        each run, if the results are medians of steps."""
+    def save(self, results, columns, rows, note, draw=None):
+        """Write the results so far to KIND.json, their table to KIND.md and, with draw(path), the figure KIND.png.
+
+        rows: texts, of which a row may lack the last. note: below the table.
+        """
         self._write(results)
-        done = [result for result in results if result["status"] == "done"]
-        if done:
+        text = f"{markdown_table(columns, rows)}\n\n{note}"
+        if done := [result for result in results if result["status"] == "done"]:
             facts = done[0]["facts"]
-            versions = f"PyTorch {facts['torch']}" + (f", CUDA {facts['cuda']}" if facts["cuda"] else "")
-            markdown += f"\n\n{facts['hardware']}, {versions}."
-            if steps:
-                spread = max(result["spread"] for result in done)
-                markdown += (
-                    f" Medians of {steps} steps after {SETTLING_STEPS} to warm up; the middle half of a run's steps "
-                    f"spans {spread:.1%} of its median, or less."
-                )
+            text += f"\n\n{facts['hardware']}, PyTorch {facts['torch']}"
+            text += f", CUDA {facts['cuda']}." if facts["cuda"] else "."
             if draw:
                 draw(self.folder / f"{self.kind}.png")
-        (self.folder / f"{self.kind}.md").write_text(markdown + "\n")
+        (self.folder / f"{self.kind}.md").write_text(text + "\n")
 
     def __str__(self):
         return f"{self.folder}/ has {self.kind}.md and {self.kind}.json"
+
+
+def align(texts, widths):
+    """A line of the terminal's table, the first column to the left and the others to the right."""
+    return "  ".join(text.ljust(w) if i == 0 else text.rjust(w) for i, (text, w) in enumerate(zip(texts, widths)))
+
+
+def markdown_table(columns, rows):
+    """Rows of texts as a Markdown table; cells that a row lacks are empty."""
+    lines = [f"| {' | '.join(columns)} |", "| --- |" + " ---: |" * (len(columns) - 1)]
+    lines += [f"| {' | '.join([*row, *[''] * (len(columns) - len(row))])} |" for row in rows]
+    return "\n".join(lines)

@@ -18,16 +18,16 @@ from tqdm import tqdm
 
 from common.cli import flag
 from common.device import choose_device_type
-from common.errors import UserError, run
+from common.errors import UserError, run, word
 from config import GROUPS, SETTLING_STEPS, Config, read_command_line
 from measure import child_run, figures
 from measure.axes import read_axis
-from measure.child_run import count_devices, measure, short_run
+from measure.child_run import count_devices, measure, medians, short_run, uneven_warning
 from measure.figures import describe
 from measure.results import Results
-from measure.tables import sweep_markdown, uneven_warning, winners
 from optimizations import RUNGS
 
+COLUMNS = ("ms a step", "tokens/sec", "MFU", "peak GB")
 # Flags that have an effect on several GPUs only
 SEVERAL_GPUS = {*RUNGS["ddp"].off, "overlap_gradients", "bf16_gradients"}
 
@@ -93,17 +93,35 @@ def sweep(config, typed=()):
             changed = replace(config, **cell)
             row = measure(short_run(changed, config.steps), results, f"{index:02d}", ranks, steps, bar)
             rows.append(row | dict(cell=cell))
-            rate = "{tokens_per_sec:>11,.0f} tok/s  {ms:>9.2f} ms  {peak_gb:>7.2f} GB"
-            text = rate if row["status"] == "done" else "{status}: {reason}"
-            bar.write(f"{describe(cell):{width}}  {text.format(**row)}")
+            if row["status"] == "done":
+                text = f"{row['tokens_per_sec']:>11,.0f} tok/s  {row['ms']:>9.2f} ms  {row['peak_gb']:>7.2f} GB"
+            else:
+                text = f"{row['status']}: {row['reason']}"
+            bar.write(f"{describe(cell):{width}}  {text}")
             for line in uneven_warning(row):
                 bar.write(f"    ({line})")
-            results.save(rows, sweep_markdown(axes, rows), partial(figures.heat_map, axes, rows), config.steps)
+            note, draw = medians(rows, config.steps), partial(figures.heat_map, axes, rows)
+            results.save(rows, [*axes, *COLUMNS], [cells(row) for row in rows], note, draw)
     done = sorted((row for row in rows if row["status"] == "done"), key=lambda row: row["tokens_per_sec"], reverse=True)
     if not done:
         raise UserError(f"none of the {len(grid)} combinations ran: {rows[0]['reason']}")
-    print(*winners(done), sep="\n")
+    best, rate = done[0], done[0]["tokens_per_sec"]
+    print(f"{describe(best['cell'])} wins: {rate:,.0f} tok/s, {rate / done[-1]['tokens_per_sec']:.2f} × the slowest")
     child_run.finish(results, rows)
+
+
+def cells(row):
+    """A cell of the grid as a row of the table."""
+    texts = [word(value) for value in row["cell"].values()]
+    if row["status"] != "done":
+        return [*texts, f"{row['status']}: {row['reason']}"]
+    return [
+        *texts,
+        f"{row['ms']:.2f}",
+        f"{row['tokens_per_sec']:,.0f}",
+        f"{row['mfu']:.1%}" if row["mfu"] else "–",
+        f"{row['peak_gb']:.2f}",
+    ]
 
 
 if __name__ == "__main__":

@@ -12,8 +12,7 @@ from tqdm import tqdm
 from common.cli import flag
 from common.errors import UserError, first_line, is_out_of_memory
 from measure.child_run import OUT_OF_MEMORY
-from measure.results import Results
-from measure.tables import align, markdown_table
+from measure.results import Results, align
 
 WARM_UP = 3  # runs that are not measured
 LONGEST = 2.0  # seconds after which no further run is started
@@ -135,7 +134,7 @@ def time_all(kind, flags, device, cases, measure, columns, cells, note, widths):
             rest = cells(result, results) if done else [f"{result['status']}: {result['reason']}"]
             rows.append([*map(str, case.values()), *rest])
             bar.write(align(rows[-1], widths))
-            files.save(results, f"{markdown_table(columns, rows)}\n\n{note}")
+            files.save(results, columns, rows, note)
     print(files)
 
 

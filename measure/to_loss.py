@@ -24,22 +24,19 @@ from config import GROUPS, SETTLING_STEPS, Config, command_line, defaults
 from measure import child_run, figures
 from measure.axes import read_recipe
 from measure.child_run import count_devices, measure
-from measure.results import Results
-from measure.rungs import measure_baseline
-from measure.tables import align, markdown_table
+from measure.results import Results, align
 from optim import schedules
 from optim.optimizer import OPTIMIZERS, optimizer_defaults
 from optimizations import turn_off_unavailable
 from parallel.memory import LARGEST_IN_WARMUP
 from parallel.process_group import Distributed
 
-COLUMNS = ("rung", "final loss", "difference", "tokens", "× before", "× first", "seconds", "× before", "× first")
-WIDTHS = (22, 15, 16, 13, 8, 8, 11, 8, 8)
+COLUMNS = ("rung", "final loss", "difference", "tokens", "× first", "seconds", "× first")
+WIDTHS = (22, 15, 16, 13, 8, 11, 8)
 VAL_TOKENS = 2621440  # at most, in each of some 20 validations
 # Each warm-up's largest fraction of max_steps. A high learning rate needs a long one: dev/LOG.md, "Recipes"
 LR_WARMUP, BATCH_WARMUP = 0.9, 0.45
 
-BASELINE_STEPS = 20  # timed, of the ladder's first rung
 # The defaults of --demo: 12 minutes on two CPU cores. The first recipe has GPT-3's learning rate
 DEMO = dict(lr=6e-4, max_steps=40, val_tokens=4096, seeds=2, micro_batch_size=2)
 
@@ -90,7 +87,6 @@ def main():
 def climb(config):
     """Train with one recipe after the other, from several seeds: to_loss.json, to_loss.md and the figure to_loss.png.
 
-    The baseline of the ladder of optimizations is timed first: how long the first recipe takes without them.
     config: a ToLossConfig. Raises UserError if the first recipe cannot run, or if a run failed.
     """
     if child_run.is_other_rank():
@@ -105,16 +101,13 @@ def climb(config):
     child_run.check(config)
     device = torch.device(choose_device_type(config.device))
     results = Results(config.log_dir, config.run_name, "to_loss", device, goes_on=True)
-    print(f"results: {results.folder}/\n{align(COLUMNS, widths(recipes))}")
+    widths = max(WIDTHS[0], *map(len, recipes)), *WIDTHS[1:]
+    print(f"results: {results.folder}/\n{align(COLUMNS, widths)}")
     steps, ranks = config.max_steps, count_devices(config)
     splits = (config.tensor, config.context, config.pipeline) if ranks > 1 else ()  # one rank: they are turned off
     distributed = Distributed(0, ranks, device, *splits)
-    rows, curves, changes, target = [], {}, {}, config.target_loss
+    rows, texts, curves, changes, target = [], [], {}, {}, config.target_loss
     with tqdm(total=len(recipes) * config.seeds * steps, unit="step", leave=False, disable=None) as bar:
-        _, baseline = measure_baseline(config, BASELINE_STEPS, device, results, bar)
-        if baseline["status"] in ("failed", "stopped"):
-            raise UserError(baseline["reason"])
-        bar.reset()
         for index, (name, recipe) in enumerate(recipes.items(), 1):
             rung, notes = turn_off_unavailable(recipe_run(config, changes | recipe), distributed)
             if rung.batch_warmup_steps:
@@ -142,10 +135,10 @@ def climb(config):
                 raise UserError(row["reason"])
             rows.append(dict(row, rung=name))
             bar.update(index * config.seeds * steps - bar.n)
-            bar.write(align(cells(rows), widths(recipes)))
+            texts.append(cells(rows))
+            bar.write(align(texts[-1], widths))
             draw = partial(figures.time_to_loss, curves, target, rows[0]["facts"])
-            results.save(rows, markdown(rows, config, baseline), draw)
-    print(sooner(rows, baseline))
+            results.save(rows, COLUMNS, texts, note(target, config.seeds), draw)
     child_run.finish(results, rows)
 
 
@@ -243,9 +236,8 @@ def cells(results):
     ]
     for key, number in (("tokens", "{:,.0f}"), ("seconds", "{:,.1f}")):
         texts.append("not reached" if result[key] is None else number.format(result[key]))
-        for other in (done[-2:-1], done[:1] if len(done) > 1 else []):
-            ratio = other[0][key] / result[key] if other and other[0][key] and result[key] else None
-            texts.append("" if ratio is None else f"{ratio:.2f}")
+        compared = len(done) > 1 and done[0][key] and result[key]
+        texts.append(f"{done[0][key] / result[key]:.2f}" if compared else "")
     return texts
 
 
@@ -258,44 +250,16 @@ def match_tokens(config, micro_batch_size, data_size):
     return replace(config, max_steps=config.max_steps + missing // config.total_batch_size)
 
 
-def widths(rungs):
-    """WIDTHS, but the first column is as wide as the longest of the rungs' names."""
-    return max(WIDTHS[0], *map(len, rungs)), *WIDTHS[1:]
-
-
 def mean_and_spread(values, sign=""):
     """ "3.8846 ± 0.0411": the mean and, of several values, their standard deviation. sign: "+" for differences."""
     spread = f" ± {statistics.stdev(values):.4f}" if len(values) > 1 else ""
     return f"{statistics.mean(values):{sign}.4f}{spread}"
 
 
-def markdown(results, config, baseline):
-    """The table, and a sentence on what it shows. config: has seeds and target_loss. baseline: sooner()'s."""
-    table = markdown_table(COLUMNS, [cells(results[:count]) for count in range(1, len(results) + 1)])
-    several = f"means over {config.seeds} seeds, ± the standard deviation; difference: seed by seed, to the rung before"
-    means = several if config.seeds > 1 else "one seed"
-    target = f"{config.target_loss}" if config.target_loss else f"{results[0]['loss']:.4f}, where the first rung ends"
-    return f"{table}\n\nTokens and seconds to a validation loss of {target}: {means}. {sooner(results, baseline)}"
-
-
-def sooner(results, baseline):
-    """How much sooner the fastest rung reaches the target than the first rung would without optimizations.
-
-    baseline: measure()'s result of the other ladder's first rung, on one device.
-    """
-    first = results[0]
-    if first["tokens"] is None:
-        return f"{first['rung']} does not reach the target."
-    best = min((r for r in results if r.get("seconds")), key=lambda r: r["seconds"])
-    if baseline["status"] != "done":
-        return f"The other ladder's baseline does not run here: {baseline['reason']}."
-    rate = baseline["tokens_per_sec"]
-    seconds = first["tokens"] / rate
-    return (
-        f"At the speed of the other ladder's baseline (float32, eager, one device: {rate:,.0f} tokens/sec) "
-        f"{first['rung']} would take {seconds:,.1f} s; {best['rung']} takes {best['seconds']:,.1f} s: "
-        f"{seconds / best['seconds']:.1f} × sooner."
-    )
+def note(target, seeds):
+    """A sentence on what the table shows."""
+    several = f"means over {seeds} seeds, ± the standard deviation; difference: seed by seed, to the rung before"
+    return f"Tokens and seconds to a validation loss of {target:.4f}: {several if seeds > 1 else 'one seed'}."
 
 
 if __name__ == "__main__":

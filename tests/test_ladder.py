@@ -15,7 +15,6 @@ from common.cli import given
 from common.errors import UserError
 from config import SETTLING_STEPS, Config, defaults
 from measure import child_run
-from measure.rungs import first_micro_batch, fit_rung, with_rungs
 from optim import schedules
 from optimizations import RUNGS
 from parallel.process_group import Distributed
@@ -29,14 +28,14 @@ OFF = dict.fromkeys(NAMES, False) | dict(autocast="off", attention="written_out"
 
 def test_the_first_rung_has_everything_off_and_the_last_the_command_line():
     config = Config(seq_len=512, lr=1e-3)
-    first = with_rungs(config, ["baseline"], first=8)
+    first = ladder.with_rungs(config, ["baseline"], first=8)
     assert OFF.items() < vars(first).items()
     assert (first.micro_batch_size, first.total_batch_size, first.lr, first.grad_clip) == (8, 8 * 512, 3e-4, 0)
-    assert with_rungs(config, list(RUNGS), first=8) == config
-    one = with_rungs(config, ["flash"], first=8)
+    assert ladder.with_rungs(config, list(RUNGS), first=8) == config
+    one = ladder.with_rungs(config, ["flash"], first=8)
     assert one == dataclasses.replace(first, flash=True, attention="sdpa")
     spread = dict(parallel="hsdp", bf16_gradients=True, overlap_gradients=True)
-    assert with_rungs(dataclasses.replace(config, **spread), ["baseline"], first=8) == first
+    assert ladder.with_rungs(dataclasses.replace(config, **spread), ["baseline"], first=8) == first
 
 
 def test_rungs_by_name():
@@ -181,7 +180,7 @@ def canned(monkeypatch, corpus, tmp_path):
             return results(config) | dict(name=name, command=f"{ranks} ranks")
 
         monkeypatch.setattr(ladder, "measure", measured)
-        monkeypatch.setattr("measure.rungs.measure", measured)
+        monkeypatch.setattr("ladder.measure", measured)
         own = dict(data_dir=str(corpus), run_name="canned", device="cpu", compile=False, wandb="disabled")
         ladder.climb(ladder.LadderConfig(**own | flags))
         return json.loads((tmp_path / "log/canned/ladder.json").read_text())["results"]
@@ -198,7 +197,7 @@ def done(config, rate):
 
 
 def test_the_first_micro_batch_is_halved_until_it_fits(canned, monkeypatch):
-    monkeypatch.setattr("measure.rungs.first_micro_batch", lambda config, device: 16)
+    monkeypatch.setattr("ladder.first_micro_batch", lambda config, device: 16)
     sizes = []
 
     def results(config):
@@ -233,10 +232,10 @@ def test_a_rung_that_does_not_fit_or_fails_is_left_out(canned, capsys):
 def test_rungs_change_their_own_flags_alone():
     """With everything on, the next rung differs from the one before in the flags of its row, and in nothing else."""
     config = Config(fp8=True)
-    names, before = [], with_rungs(config, [], first=16)
+    names, before = [], ladder.with_rungs(config, [], first=16)
     for name, row in RUNGS.items():
         names.append(name)
-        rung = with_rungs(config, names, first=16)
+        rung = ladder.with_rungs(config, names, first=16)
         changed = {flag for flag in vars(rung) if getattr(rung, flag) != getattr(before, flag)}
         assert changed == {
             flag for flag, off in row.off.items() if getattr(config, flag) != off or name == "micro_batch"
@@ -272,9 +271,11 @@ def test_a_gpu_without_bf16_and_tf32(canned, monkeypatch):
 
 def test_the_first_micro_batch_divides_the_batch():
     gpu = torch.device("cuda")
-    assert first_micro_batch(Config(), gpu) == 16 and first_micro_batch(Config(), torch.device("cpu")) == 1
-    assert first_micro_batch(DEMO, gpu) == 8  # of 1,024 tokens in sequences of 128
-    assert first_micro_batch(Config(micro_batch_size=4), gpu) == 4
+    assert (
+        ladder.first_micro_batch(Config(), gpu) == 16 and ladder.first_micro_batch(Config(), torch.device("cpu")) == 1
+    )
+    assert ladder.first_micro_batch(DEMO, gpu) == 8  # of 1,024 tokens in sequences of 128
+    assert ladder.first_micro_batch(Config(micro_batch_size=4), gpu) == 4
 
 
 def test_only_on_one_machine(monkeypatch, corpus):
@@ -300,7 +301,7 @@ def test_a_split_model_is_named_with_the_kernels_that_it_cannot_have(monkeypatch
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "H100")
     config, on = Config(tensor=2), ["bf16", "fused_cross_entropy", "fused_gelu", "accumulation"]
     place = Distributed(0, 2, torch.device("cuda"), 2)
-    rung, idle, lost = fit_rung(config, on, ("ddp", 2), 16, place, with_rungs(config, on, 16))
+    rung, idle, lost = ladder.fit_rung(config, on, ("ddp", 2), 16, place, ladder.with_rungs(config, on, 16))
     assert {note.flag for note in lost} >= {"fused_cross_entropy", "fused_gelu"} and not idle
     assert all("with --tensor" in note.reason for note in lost if note.flag in on)
     assert ladder.label(("ddp", 2), done(rung, 1.0), rung) == "+ DDP × 1 (tensor 2)"

@@ -11,14 +11,13 @@ from common.errors import UserError
 from config import SETTLING_STEPS
 from measure import child_run
 from measure.results import Results
-from measure.tables import uneven_warning
 
 CPU = torch.device("cpu")
 
 
 def test_a_measurement_in_doubt_says_so():
-    assert "interquartile range is 35%" in uneven_warning(dict(spread=0.35))[0]
-    assert uneven_warning(dict(spread=0.05)) == uneven_warning(dict(status="skipped")) == []
+    assert "interquartile range is 35%" in child_run.uneven_warning(dict(spread=0.35))[0]
+    assert child_run.uneven_warning(dict(spread=0.05)) == child_run.uneven_warning(dict(status="skipped")) == []
 
 
 def test_why_a_run_ended():

@@ -1,17 +1,18 @@
-from measure import figures, tables
+import ladder
+from measure import figures, sweep
 from measure.to_loss import Curve
 
 FACTS = dict(n_layer=1, n_embd=8, hardware="a GPU", torch="2", world_size=1)
 
 
-def rung(name, rate, spread=0.01):
+def rung(name, rate):
     return dict(
         rung=name,
         status="done",
         ms=1.0,
         tokens_per_sec=rate,
         mfu=None,
-        spread=spread,
+        spread=0.01,
         peak_gb=1.0,
         mj_per_token=None if name == "baseline" else 1.1749,
         loss=9.0,
@@ -28,17 +29,15 @@ def draw(monkeypatch, function, *arguments):
     return drawn[0]
 
 
-def test_a_ladder_has_one_unit_and_marks_uneven_steps(tmp_path, monkeypatch):
-    results = [rung("baseline", 44_332), rung("+ tf32", 1_167_250, spread=0.45)]
+def test_a_ladder_has_one_unit(tmp_path, monkeypatch):
+    results = [rung("baseline", 44_332), rung("+ tf32", 1_167_250)]
     _, (speed, _) = draw(monkeypatch, figures.ladder, results, tmp_path / "ladder.png")
     assert [text.get_text().split()[0] for text in speed.texts] == ["44.3k", "1,167k"]
-    names = [label.get_text() for label in speed.get_yticklabels()]
-    assert names == ["baseline", "+ tf32\nuneven steps: 45%"]
-    lines = tables.markdown(results).splitlines()
-    assert lines[2].startswith("| baseline | 1.00 | 44,332 |") and lines[2].endswith("| 1.00 | – | 9.0000 |")
-    assert lines[3].startswith("| + tf32 | 1.00 (uneven steps: 45%) | 1,167,250 |") and "| 1.00 | 1.17 |" in lines[3]
-    sweep = tables.sweep_markdown(dict(lr=[1]), [results[1] | dict(cell=dict(lr=1))])
-    assert "| 1 | 1.00 (uneven steps: 45%) |" in sweep
+    assert [label.get_text() for label in speed.get_yticklabels()] == ["baseline", "+ tf32"]
+    row = ladder.cells(results[0], results[:1])
+    assert row == ["baseline", "1.00", "44,332", "", "1.00", "–", "1.00", "–", "9.0000"]
+    row = ladder.cells(results[1], results)
+    assert row == ["+ tf32", "1.00", "1,167,250", "26.33", "26.33", "–", "1.00", "1.17", "9.0000"]
 
 
 def test_a_heat_map_compares_cells_of_the_same_model(tmp_path, monkeypatch):
@@ -48,8 +47,7 @@ def test_a_heat_map_compares_cells_of_the_same_model(tmp_path, monkeypatch):
         cell = dict(parallel=parallel, model=model)
         lost = dict(status="skipped", reason="out of memory", cell=cell)
         facts = dict(FACTS, world_size=2)
-        spread = 0.45 if parallel == "zero3" else 0.01
-        results.append(rung("", rate, spread) | dict(cell=cell, facts=facts) if rate else lost)
+        results.append(rung("", rate) | dict(cell=cell, facts=facts) if rate else lost)
     axes = dict(parallel=["ddp", "zero3"], model=["gpt2", "gpt2-xl"])
     _, (ax,) = draw(monkeypatch, figures.heat_map, axes, results, tmp_path / "sweep.png")
     texts = [text.get_text() for text in ax.texts]
@@ -59,14 +57,9 @@ def test_a_heat_map_compares_cells_of_the_same_model(tmp_path, monkeypatch):
         "memory",
         "1.00 × the best",
     ]
-    assert [text.endswith("uneven: 45%") for text in texts] == [False, True, False, True]
     assert ax.get_title("left").endswith("\nGPT-2; 2 × a GPU, PyTorch 2")
-    done = sorted((r for r in results if r["status"] == "done"), key=lambda r: -r["tokens_per_sec"])
-    assert tables.winners(done) == [
-        "parallel ddp, model gpt2 wins: 600,000 tok/s, 2.000 × the next (parallel zero3, model gpt2), "
-        "2.00 × the slowest",
-        "parallel zero3, model gpt2-xl wins: 50,000 tok/s",
-    ]
+    assert sweep.cells(results[1]) == ["zero3", "gpt2", "1.00", "300,000", "–", "1.00"]
+    assert sweep.cells(results[2]) == ["ddp", "gpt2-xl", "skipped: out of memory"]
 
 
 def test_rates_below_a_thousand_are_not_rounded():

@@ -1,11 +1,8 @@
 import json
-from types import SimpleNamespace
 
 import pytest
 
-from measure.to_loss import Curve, markdown, reach, read_curve, sooner, summarize
-
-TWO_SEEDS = SimpleNamespace(seeds=2, target_loss=None)
+from measure.to_loss import Curve, cells, note, reach, read_curve, summarize
 
 
 def test_a_curve_counts_training_steps_alone(tmp_path):
@@ -46,11 +43,11 @@ def test_a_run_that_ends_without_a_finite_loss_has_diverged(tmp_path):
     first = summarize("first", [curves["sound"]])
     ruined = summarize("ruined", [curves["sound"], curves["ruined"]], first["loss"])
     assert (first["loss"], ruined["status"]) == (5.0, "diverged")
-    line = markdown([first, ruined], TWO_SEEDS, dict(status="skipped", reason="out of memory")).splitlines()[3]
-    assert line.startswith("| ruined | diverged: the last validation loss is not finite for 1 of 2 seeds |")
+    reason = "diverged: the last validation loss is not finite for 1 of 2 seeds"
+    assert cells([first, ruined]) == ["ruined", reason]
 
 
-def test_the_table_has_ratios_to_the_first_and_to_the_rung_before():
+def test_the_table_has_ratios_to_the_first_rung():
     def curves(*ends):
         return [Curve([0, 1000], [0.0, 10.0], [10.0, end]) for end in ends]
 
@@ -59,28 +56,20 @@ def test_the_table_has_ratios_to_the_first_and_to_the_rung_before():
     worse = summarize("worse", curves(7.0, 2.0), first["loss"])
     skipped = dict(rung="skipped", status="skipped", reason="no GPU")
     assert (first["loss"], first["tokens"]) == (6.0, 1000) and worse["tokens"] is None
-    lines = markdown([first, skipped, faster, worse], TWO_SEEDS, dict(status="done", tokens_per_sec=20.0)).splitlines()[
-        2:
-    ]
-    assert lines[0] == "| first | 6.0000 ± 0.1414 |  | 1,000 |  |  | 10.0 |  |  |"
-    assert lines[1] == "| skipped | skipped: no GPU |  |  |  |  |  |  |  |"
-    assert lines[2] == "| faster | 2.0000 ± 0.0000 | -4.0000 ± 0.1414 | 500 | 2.00 | 2.00 | 5.0 | 2.00 | 2.00 |"
-    assert lines[3] == "| worse | 4.5000 ± 3.5355 | +2.5000 ± 3.5355 | not reached |  |  | not reached |  |  |"
-    assert lines[5] == (
-        "Tokens and seconds to a validation loss of 6.0000, where the first rung ends: means over 2 seeds, ± the "
-        "standard deviation; difference: seed by seed, to the rung before. At the speed of the other "
-        "ladder's baseline (float32, eager, one device: 20 tokens/sec) "
-        "first would take 50.0 s; faster takes 5.0 s: 10.0 × sooner."
+    assert cells([first]) == ["first", "6.0000 ± 0.1414", "", "1,000", "", "10.0", ""]
+    assert cells([first, skipped]) == ["skipped", "skipped: no GPU"]
+    row = ["faster", "2.0000 ± 0.0000", "-4.0000 ± 0.1414", "500", "2.00", "5.0", "2.00"]
+    assert cells([first, skipped, faster]) == row
+    row = ["worse", "4.5000 ± 3.5355", "+2.5000 ± 3.5355", "not reached", "", "not reached", ""]
+    assert cells([first, skipped, faster, worse]) == row
+    assert note(6.0, seeds=2) == (
+        "Tokens and seconds to a validation loss of 6.0000: means over 2 seeds, ± the standard deviation; "
+        "difference: seed by seed, to the rung before."
     )
 
 
 def test_a_loss_of_ones_own_to_compare_at():
-    baseline = dict(status="done", tokens_per_sec=20.0)
     slow, fast = ([Curve([0, 1000], [0.0, 10.0], [10.0, end])] for end in (6.0, 2.0))
-    one_seed = SimpleNamespace(seeds=1, target_loss=8.0)
-    table = markdown(
-        [summarize(name, curve, 8.0) for name, curve in (("slow", slow), ("fast", fast))], one_seed, baseline
-    )
-    assert table.splitlines()[3] == "| fast | 2.0000 | -4.0000 | 250 | 2.00 | 2.00 | 2.5 | 2.00 | 2.00 |"
-    assert "loss of 8.0: one seed. At the speed" in table and "slow would take 25.0 s; fast takes 2.5 s" in table
-    assert sooner([summarize("slow", slow, 5.0)], baseline) == "slow does not reach the target."
+    rows = [summarize(name, curve, 8.0) for name, curve in (("slow", slow), ("fast", fast))]
+    assert cells(rows) == ["fast", "2.0000", "-4.0000", "250", "2.00", "2.5", "2.00"]
+    assert note(8.0, seeds=1).endswith("loss of 8.0000: one seed.")
