@@ -65,11 +65,10 @@ def load_items(path=None, limit=None):
             continue
         try:
             items.append(read_item(json.loads(row) if path else row))
-        except ValueError as error:
-            where = f"{source}, {'line' if path else 'item'} {number}"
+        except (ValueError, RecursionError) as error:
             raise UserError(
-                f"{where}: {error}; an item needs ctx, endings (two or more, not blank) and label (the index of the "
-                f"true ending), this one is {row!r:.80}"
+                f"{source}, line {number}: {error}; an item needs ctx, endings (two or more, not blank) and label (the "
+                f"index of the true ending), this one is {row!r:.80}"
             ) from error
     if not items:
         raise UserError(f"{source} has no items: it needs one a line, with ctx, endings and label")
@@ -161,18 +160,18 @@ class MultipleChoice:
             sums.index_add_(0, batch.endings, values[: len(batch.endings)].cpu().double())
         return torch.stack(distributed.all_gather(sums)[:: distributed.tensor]).sum(dim=0)
 
-    def losses(self, losses_of, distributed, title="HellaSwag", stop=None):
-        """Two tables (items, most endings): summed losses, and losses per token; inf where an ending does not exist."""
-        sums = self.sum_losses(losses_of, distributed, title, stop)
-        tables = [torch.full(self.choices.shape, math.inf) for _ in range(2)]
-        for table, values in zip(tables, (sums, sums / self.lengths)):
-            table[self.choices] = values.float()
-        return tables
+    def right(self, losses_of, distributed, title="HellaSwag", stop=None):
+        """Two (items,) bool: where the true ending has the lowest loss, and where it has the lowest loss per token.
 
-    def evaluate(self, losses_of, distributed, title="HellaSwag", stop=None):
+        A collective; arguments as of sum_losses."""
+        sums = self.sum_losses(losses_of, distributed, title, stop)
+        tables = torch.full((2, *self.choices.shape), math.inf)  # inf where an ending does not exist
+        tables[:, self.choices] = torch.stack((sums, sums / self.lengths)).float()
+        return tables.argmin(dim=2) == self.labels
+
+    def evaluate(self, *arguments, **options):
         """(acc, acc_norm), each between 0 and 1. A collective; arguments as of sum_losses."""
-        tables = self.losses(losses_of, distributed, title, stop)
-        return tuple((table.argmin(dim=1) == self.labels).double().mean().item() for table in tables)
+        return tuple(self.right(*arguments, **options).double().mean(dim=1).tolist())
 
 
 def choice_in_training(config):
@@ -195,40 +194,38 @@ class Flags:
     """Evaluate only this many items of each file, evenly spread over it."""
     device: Literal["auto", "cuda", "cpu", "mps"] = "auto"
     """auto: a GPU if there is one."""
-    batch_tokens: int | None = flag(None, at_least=1)
-    """Tokens in a batch; by default 16384 on a GPU, 4096 elsewhere."""
 
 
 def main():
     flags = parse(Flags)
     distributed = process_group.start(flags.device)
-    with out_of_memory("use a smaller --batch_tokens or model"):
-        evaluate_files(flags, distributed)
+    with out_of_memory("use a smaller model"):
+        name = distributed.broadcast(distributed.on_main(lambda: locate(flags.model)))  # a run may write a newer one
+        model = load_model(name).to(distributed.device)
+        bf16 = distributed.device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+        autocast = torch.autocast(distributed.device.type, torch.bfloat16, enabled=bf16)
+        for path in flags.data or [None]:
+            evaluate_file(path, model, flags, distributed, autocast)
     process_group.stop()
 
 
-def evaluate_files(flags, distributed):
-    """Evaluate and print every file of --data, or HellaSwag."""
-    on_gpu = distributed.device.type == "cuda"
-    name = distributed.broadcast(distributed.on_main(lambda: locate(flags.model)))  # a run may write a newer one
-    model = load_model(name).to(distributed.device)
-    bf16 = on_gpu and torch.cuda.is_bf16_supported(including_emulation=False)
-    autocast = torch.autocast(distributed.device.type, torch.bfloat16, enabled=bf16)
+def evaluate_file(path, model, flags, distributed, autocast):
+    """Evaluate one file of --data, or HellaSwag (None), and print the accuracy."""
 
     def losses_of(batch, at):
         with autocast:
             return model(*batch, reduction="none", at=at)
 
-    for path in flags.data or [None]:
-        name = "HellaSwag" if path is None else Path(path).stem
-        items = load_items(path, flags.limit)
-        # nothing is compiled here, so more widths only save padding
-        task = MultipleChoice(items, model.config.seq_len, flags.batch_tokens or (16384 if on_gpu else 4096), widths=16)
-        acc, acc_norm = task.evaluate(losses_of, distributed, name)
-        if distributed.is_main:
-            chance = (1 / task.choices.sum(dim=1)).mean().item()
-            print(f"{name}, {len(items):,} items: acc {acc:.4f} | acc_norm {acc_norm:.4f}")
-            print(f"  {REFERENCE if 'hellaswag' in name.lower() else f'chance: {chance:.4f}'}")
+    name = "HellaSwag" if path is None else Path(path).stem
+    items = load_items(path, flags.limit)
+    tokens = 16384 if distributed.device.type == "cuda" else 4096  # in a batch
+    # nothing is compiled here, so more widths only save padding
+    task = MultipleChoice(items, model.config.seq_len, tokens, widths=16)
+    acc, acc_norm = task.evaluate(losses_of, distributed, name)
+    if distributed.is_main:
+        chance = (1 / task.choices.sum(dim=1)).mean().item()
+        print(f"{name}, {len(items):,} items: acc {acc:.4f} | acc_norm {acc_norm:.4f}")
+        print(f"  {REFERENCE if 'hellaswag' in name.lower() else f'chance: {chance:.4f}'}")
 
 
 if __name__ == "__main__":
