@@ -48,10 +48,8 @@ class RankMonitor:
         self._mark("start")
 
     def report(self):
-        """(ranks,) float64: this rank's own time of the step before in its place, zeros elsewhere; to be summed over
-        the ranks. This step's time is known only after the host has waited for the norm.
-
-        Call this between backward and the update."""
+        """(ranks,) float64, to be summed over the ranks: this rank's own time of the step before in its place, zeros
+        elsewhere. This step's time is known only after the host has waited for the norm."""
         # page-locked memory, so that the copy to the GPU does not wait for it
         pinned = self.distributed.device.type == "cuda"
         times = torch.zeros(self.distributed.world_size, dtype=torch.float64, pin_memory=pinned)

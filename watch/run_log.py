@@ -90,12 +90,8 @@ class RunLog:
         self._error = None  # the OSError of the last attempt to write the folder
 
     def where_to_watch(self):
-        """One line: the wandb page's URL, the commands that show and upload an offline run, or the path of
-        metrics.jsonl."""
+        """One line: where wandb's page is, or the path of metrics.jsonl."""
         return (self.wandb and self.wandb.where_to_watch()) or f"{self.folder}/metrics.jsonl"
-
-    # ------------------------------------------------------------------------------------------------------------------
-    # Training reports
 
     def train_step(self, step, tokens, result, bad_steps=0):
         """Print and log a step that has just ended, a train_gpt2.StepResult.
@@ -149,8 +145,12 @@ class RunLog:
 
     def close(self, finished=True):
         """End the log. finished: whether the run is complete; a new run of this name must not overwrite it."""
+        self._write(sync=True)
         self.facts["finished"] = finished
-        self._write(sync=True, facts=True)
+        try:
+            self._write_facts()
+        except OSError as error:
+            self._error = error
         self.log_txt.close()
         self.metrics_jsonl.close()
         if self.wandb:
@@ -165,9 +165,6 @@ class RunLog:
                 f"{self.folder} could not be written completely ({reason}): its logs lack lines that the output above "
                 "has; make room, or choose another --log_dir"
             )
-
-    # ------------------------------------------------------------------------------------------------------------------
-    # The folder
 
     def _earlier_facts(self, resumed):
         """config.json of the run that the folder already holds, or None for a new folder.
@@ -208,9 +205,6 @@ class RunLog:
         write_json(self.folder / "config.json", self.facts)
         flag_file.write(self.folder / FLAGS, chosen_flags(self.flags), GROUPS)
 
-    # ------------------------------------------------------------------------------------------------------------------
-    # Lines
-
     def _print(self, step, *columns):
         """Columns that are None, False or 0 are left out."""
         print(" | ".join([f"step {step:5d}/{self.config.max_steps}", *filter(None, columns)]))
@@ -225,21 +219,17 @@ class RunLog:
         self.metrics_jsonl.add(json.dumps(dict(step=step, tokens=tokens, **values)) + "\n")
         self._write()
 
-    def _write(self, sync=False, facts=False):
-        """Write the lines that wait, and with facts=True config.json. After an error training goes on: it is printed
-        once, and the next call tries again."""
+    def _write(self, sync=False):
+        """Write the lines that wait. After an error, which is printed once, training goes on; the next call tries
+        again."""
         before, self._error = self._error, None
         try:
             self.log_txt.write(sync)
             self.metrics_jsonl.write(sync)
-            if facts:
-                self._write_facts()
         except OSError as error:
             self._error = error
-        if self._error and not before:
-            print(f"cannot write {self.folder} ({self._error.strerror}): training goes on, log lines wait in memory")
-        if before and not self._error:
-            print(f"{self.folder} is written again, with the lines that waited")
+            if not before:
+                print(f"cannot write {self.folder} ({error.strerror}): training goes on, log lines wait in memory")
 
     def _spike(self, loss):
         """The loss's distance from the mean of the last losses, in standard deviations, if it is a spike, else None."""

@@ -15,33 +15,29 @@ class WandbPage:
         WANDB_MODE if that is set. Raises UserError if it must be online and there is no login."""
         self.project = config.wandb_project
         self.run = None  # wandb's own run object, or None without a page
-        self.folder = None  # of wandb's local files
         mode = os.environ.get("WANDB_MODE") or "auto" if config.wandb == "auto" else config.wandb
-        self.modes = [mode]  # of the page; after an error, the next; without a page none
-        if mode == "disabled":
-            self.modes = []
-        elif mode in ("auto", "online"):
-            self.modes = self._online_or_offline(mode)
+        self.modes = [] if mode == "disabled" else ["offline"]  # of the page; after an error, the next
+        if mode in ("auto", "online") and self._logged_in(mode):
+            self.modes.insert(0, "online")
 
-    def _online_or_offline(self, mode):
+    def _logged_in(self, mode):
         try:
-            import wandb  # takes a second; not needed with --wandb disabled
-        except ImportError as error:
-            self.lose(error)
-            return []
+            import wandb  # takes a second
+            from wandb.errors import AuthenticationError
+        except ImportError:
+            return False  # start() says it
         try:
             if wandb.login(prompt=False):
-                return ["online", "offline"]
+                return True
             problem = "it is not logged in"
-        except wandb.errors.AuthenticationError as error:
+        except AuthenticationError as error:
             problem = first_line(error)
-        except Exception as error:
-            self.lose(error, "online")
-            return ["offline"]
+        except Exception as error:  # no network
+            return self.lose(error, "online")
         if mode == "online":
             login = python_command("-m", "wandb", "login")
             raise UserError(f"wandb cannot be online ({problem}): run `{login}` or use --wandb offline")
-        return ["offline"]
+        return False
 
     def start(self, folder, facts):
         """Open the page; returns its id, or None without a page.
@@ -110,11 +106,10 @@ class WandbPage:
     def lose(self, error, mode="run"):
         """Go on without the page after an error."""
         self.run = None
-        dead_service = (ConnectionResetError, BrokenPipeError)
-        if isinstance(error, dead_service):
+        if isinstance(error, ConnectionResetError | BrokenPipeError):  # wandb's service has died
             import wandb
 
-            with contextlib.suppress(*dead_service):
+            with contextlib.suppress(OSError):
                 wandb.teardown()  # else wandb prints the same error, in 30 lines, at exit
         reason = f"{type(error).__name__}: {first_line(error)}"
         print(f"wandb {mode} failed ({reason}); the run goes on without it, its folder has everything")
