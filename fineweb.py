@@ -3,7 +3,6 @@
     python fineweb.py                                  # FineWeb-Edu sample-10BT from the hub into edu_fineweb10B/
     python fineweb.py --dataset fineweb                # FineWeb sample-10BT into fineweb10B/
     python fineweb.py --input book.txt                 # your own text into my_data/
-    python fineweb.py --verify                         # compare edu_fineweb10B/ with its shards.json
 
 On the same documents the files equal build-nanogpt's, byte for byte.
 """
@@ -65,8 +64,6 @@ class Flags:
     """Processes that tokenize; by default one for each core. The shards do not depend on it."""
     max_tokens: int | None = flag(None, at_least=1)
     """Stop after this many tokens."""
-    verify: bool = False
-    """Write nothing; compare the SHA-256 of each file in --out with shards.json."""
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -124,11 +121,6 @@ def main():
     flags.out = flags.out or FOLDERS[flags.dataset]
     check_flags(flags)
     folder = ShardFolder(flags.out)
-    if flags.verify:
-        shards = folder.verify()["shards"]
-        documents, tokens = (sum(shard[name] for shard in shards) for name in ("documents", "tokens"))
-        print(f"{flags.out}: {len(shards)} files, {documents:,} documents, {tokens:,} tokens, all SHA-256 match")
-        return
     try:
         with folder.lock():
             shards = fill(folder, flags)

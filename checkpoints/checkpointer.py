@@ -13,7 +13,7 @@ from checkpoints.pieces import has_dtensors
 from checkpoints.run_folder import checkpoints_of, step_of
 from checkpoints.save import snapshot, write
 from common.cli import print_over_bar, python_command
-from common.dtensors import full_tensor
+from common.device import full_tensor
 from common.errors import UserError
 
 MAX_BAD_STEPS = 10  # in a row, with a loss or gradient norm that is not finite: the run stops

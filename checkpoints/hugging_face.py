@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
 
+from common.device import local
 from common.files import read_json
 from model import GPTConfig
 
@@ -81,7 +82,7 @@ def host_weights(model):
         weight = stored_layout(name, parameter.detach())
         if name.endswith("wte.weight"):
             weight = weight[: model.config.vocab_size]
-        weights[name] = to_host(weight.contiguous())
+        weights[name] = to_host(weight)
     return weights
 
 
@@ -112,5 +113,8 @@ def stored_layout(name, weight):
 
 
 def to_host(tensor):
-    """A copy in host memory, page-locked if it comes from a GPU: the copy is then several times faster."""
-    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda).copy_(tensor)
+    """A contiguous copy in host memory, page-locked if it comes from a GPU: the copy is then several times faster.
+    A DTensor stays a DTensor, with its shard copied."""
+    copy = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda, memory_format=torch.contiguous_format)
+    local(copy).copy_(local(tensor))
+    return copy

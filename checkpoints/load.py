@@ -13,7 +13,7 @@ from checkpoints import pieces
 from checkpoints.hugging_face import WEIGHTS, fill_weights, read_config, stored_layout
 from checkpoints.run_folder import TRAINING, checkpoints_of, facts_of
 from common.cli import progress
-from common.dtensors import fill
+from common.device import fill
 from common.errors import UserError, first_line, is_out_of_memory
 from common.files import digest, json_digest, read_json
 from data.tokenizer import VOCAB_SIZE

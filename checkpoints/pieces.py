@@ -21,8 +21,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.tensor import DTensor
 
-from checkpoints.hugging_face import to_host
-from common.dtensors import fill, local
+from common.device import fill, local
 from common.errors import UserError, first_line
 from common.files import digest, flush_to_disk, regular_file
 
@@ -37,15 +36,6 @@ def has_dtensors(model):
 def is_piece(name):
     """Whether a file name is that of a rank's shards."""
     return name.startswith("shard-") and name.endswith(".safetensors")
-
-
-def host_copy(tensor):
-    """A copy in host memory, page-locked if it comes from a GPU; a DTensor stays a DTensor, with its shard copied."""
-    if not isinstance(tensor, DTensor):
-        return to_host(tensor)
-    copy = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda, memory_format=torch.contiguous_format)
-    copy.to_local().copy_(tensor.to_local())
-    return copy
 
 
 def write(folder, tensors, group):

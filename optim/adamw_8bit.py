@@ -16,7 +16,7 @@ import math
 
 import torch
 
-from common.dtensors import local
+from common.device import local
 
 BLOCK = 256  # numbers that share a scale, where it divides the row's length
 SIGNED = dict(exp_avg=True, exp_avg_sq=False)  # the two moments

@@ -19,7 +19,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed.tensor import DTensor
 
-from common.dtensors import local
+from common.device import local
 
 # Polar Express (Amsel et al. 2025, arXiv 2505.16932): the five polynomials x -> a x + b x³ + c x⁵ that bring singular
 # values from 0.001 to 1 closest to 1. They take x / 1.01, since bf16 rounds some singular values up.

@@ -9,7 +9,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from common.dtensors import full_tensor
+from common.device import full_tensor
 from parallel import tensor
 from parallel.fsdp import is_sharded
 from parallel.pipeline import Pipeline

@@ -16,7 +16,7 @@ from conftest import ROOT, expect_error
 
 import fineweb
 from common.errors import UserError
-from common.files import lock
+from common.files import digest, lock
 from data.documents import batches_of, list_tasks, open_parquet
 from data.shard_folder import ShardFolder
 from data.shards import open_shards
@@ -105,26 +105,21 @@ def test_odd_documents(command, tmp_path):
     expected = ["fine", "", "", "na\ufffd", "\ufffd\ufffd<|endoftext|>", "word " * 2000, "a" * 200_000, "end"]
     tokens = plain_tokens(expected)
     assert np.array_equal(read_all(tmp_path / "odd"), tokens)
-    assert command("fineweb.py", "--out", "odd", "--verify").stdout == (
-        f"odd: {-(-len(tokens) // 500)} files, 8 documents, {len(tokens):,} tokens, all SHA-256 match\n"
-    )
+    entries = json.loads((tmp_path / "odd" / "shards.json").read_text())["shards"]
+    assert sum(entry["documents"] for entry in entries) == 8
+    assert all(digest(tmp_path / "odd" / entry["name"]) == entry["sha256"] for entry in entries)
 
 
-def test_changed_missing_and_additional_files(command, call_main, documents, tmp_path):
+def test_missing_and_additional_files(command, documents, tmp_path):
     assert command("fineweb.py", "--input", "docs*", "--out", "d", "--shard_size", 500).returncode == 0
     folder = tmp_path / "d"
     path = folder / "text_train_000002.npy"
     original = path.read_bytes()
-    path.write_bytes(original[:-3] + bytes([original[-3] ^ 1]) + original[-2:])
-    expect_error(call_main("fineweb.py", "--out", "d", "--verify"), "train_000002.npy is damaged")
-    open_shards(folder, "train")  # does not compute hashes
     path.unlink()
-    expect_error(call_main("fineweb.py", "--out", "d", "--verify"), "train_000002.npy", "No such file")
     with pytest.raises(UserError, match="train_000002.npy is missing"):
         open_shards(folder, "train")
     path.write_bytes(original)
     (folder / "other_train_000009.npy").write_bytes(original)
-    expect_error(call_main("fineweb.py", "--out", "d", "--verify"), "other_train_000009.npy", "not in shards.json")
     with pytest.raises(UserError, match="other_train_000009.npy is an additional shard"):
         open_shards(folder, "train")
     (folder / "shards.json").write_text("{}")
@@ -132,7 +127,6 @@ def test_changed_missing_and_additional_files(command, call_main, documents, tmp
         open_shards(folder, "train")
     (folder / "shards.json").unlink()
     open_shards(folder, "train")
-    expect_error(call_main("fineweb.py", "--out", "d", "--verify"), "shards.json", "No such file")
 
 
 def test_the_command(command, call_main, documents, tmp_path):
@@ -292,7 +286,8 @@ def test_a_killed_call_ends_its_workers(command, tmp_path):
     assert process.wait() == -signal.SIGKILL and len(children) >= 2
     wait_until(lambda: not any(running(pid) for pid in children))
     assert command("fineweb.py", *arguments).returncode == 0
-    assert command("fineweb.py", "--out", "d", "--verify").returncode == 0
+    entries = json.loads((tmp_path / "d" / "shards.json").read_text())["shards"]
+    assert all(digest(tmp_path / "d" / entry["name"]) == entry["sha256"] for entry in entries)
 
 
 def wait_until(condition, seconds=60):

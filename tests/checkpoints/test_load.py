@@ -11,7 +11,7 @@ from conftest import ALONE, logged
 from safetensors.torch import load_file, save_file
 
 from checkpoints import load, resume, save
-from common.dtensors import full_tensor
+from common.device import full_tensor
 from common.errors import UserError
 from common.files import digest, json_digest
 from config import Config

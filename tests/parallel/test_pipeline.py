@@ -19,7 +19,7 @@ from dataclasses import replace
 
 import torch
 
-from common.dtensors import full_tensor
+from common.device import full_tensor
 from common.interrupt import StopSignal
 from config import Config
 from data.loader import Batch

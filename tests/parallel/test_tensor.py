@@ -18,7 +18,7 @@ from dataclasses import replace
 
 import torch
 
-from common.dtensors import full_tensor
+from common.device import full_tensor
 from config import Config
 from model import GPTConfig
 from parallel import fsdp, gradients, process_group, tensor
