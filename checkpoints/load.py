@@ -46,11 +46,11 @@ def newest(folder, distributed):
     return name and Path(folder) / name
 
 
-def read_training(folder):
-    """The content of a checkpoint's training.json without the hash of that content. Raises UserError if it is missing
-    or damaged."""
+def read_training(folder, **fields):
+    """The content of a checkpoint's training.json without the hash of that content. Raises UserError if it is missing,
+    damaged, or without one of the fields, {name: type}."""
     try:
-        training = read_json(Path(folder) / TRAINING, sha256=dict, **FIELDS)
+        training = read_json(Path(folder) / TRAINING, sha256=dict, **fields)
         if training["sha256"].pop(TRAINING, None) != json_digest(training):
             raise ValueError("it is not what was written")
     except OSError as error:
@@ -62,7 +62,7 @@ def read_training(folder):
 
 def verify(folder):
     """Raises UserError if a file of a checkpoint does not have the SHA-256 it was written with."""
-    compare(folder, read_training(folder)["sha256"])
+    compare(folder, read_training(folder, **FIELDS)["sha256"])
 
 
 def compare(folder, hashes):
