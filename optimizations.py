@@ -2,14 +2,12 @@
 
 The rows define the boolean flags, what a device cannot run, the model's switches, the ladder's rungs, the flags that a
 resumed run may change without notice, the operators that selective activation checkpointing keeps, and the README's
-table (`python optimizations.py` writes it). An optimization also has one place in the code that applies it, a paragraph
-in docs/optimizations.md or docs/recipes.md, and a case in tests/test_optimizations.py.
+table. An optimization also has one place in the code that applies it, a paragraph in docs/optimizations.md or
+docs/recipes.md, and a case in tests/test_optimizations.py, which has the README's table too.
 """
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Literal
 
 import torch
@@ -18,8 +16,6 @@ from common.errors import Note, UserError
 from kernels import needs
 from kernels.attention import CAN_USE, PACKED, SDPA_OPERATORS
 from optim.optimizer import fused_update
-
-ROOT = Path(__file__).parent
 
 # ----------------------------------------------------------------------------------------------------------------------
 # The rows, in the order of the ladder
@@ -214,26 +210,3 @@ def plan_switches(config):
 def saved_operators():
     """Operators, besides GEMMs, whose outputs selective activation checkpointing keeps."""
     return [name for row in OPTIMIZATIONS for name in row.saves]
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# The README's table
-
-
-def readme_table():
-    """Each optimization with what one types for it and its gain, as measured in dev/records/ladder.json."""
-    record = json.loads((ROOT / "dev/records/ladder.json").read_text())
-    gains, rows = dict(record["gains"]), record["rows"]
-    for before, rung in zip(rows, rows[1:]):
-        gains[rung["name"]] = f"{rung['tokens_per_second'] / before['tokens_per_second']:.2f} ×"
-    lines = ["what | flag | gain", "--- | --- | ---"]
-    for row in OPTIMIZATIONS:
-        lines.append(f"{row.help} | `{row.command()}`{'' if row.default else ' (off)'} | {gains.get(row.name, '')}")
-    return "\n".join(lines)
-
-
-if __name__ == "__main__":  # write the table to its place in README.md
-    readme = ROOT / "README.md"
-    before, begin, rest = readme.read_text().partition("<!-- optimizations -->")
-    _, end, after = rest.partition("<!-- /optimizations -->")
-    readme.write_text(f"{before}{begin}\n{readme_table()}\n{end}{after}")

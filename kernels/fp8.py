@@ -48,13 +48,15 @@ def convert(model, optimizer, targets):
     model's. targets: the number of targets that the loss of one step is a mean over.
     """
     gradient_amax = INITIAL_GRADIENT_AMAX / targets
+    modules = []
     for block in model.transformer.h:
-        attention, mlp = block.attn, block.mlp
-        attention.c_attn.__class__ = attention.c_proj.__class__ = Linear
+        mlp = block.mlp
+        for layer in (block.attn.c_attn, block.attn.c_proj):
+            layer.__class__ = Linear
+            layer.add_scales([layer.weight], [INITIAL_ACTIVATION_AMAX, gradient_amax])
         mlp.__class__ = MLP
-        for module in (attention.c_attn, attention.c_proj, mlp):
-            module.add_scales(gradient_amax)
-    modules = scaled_modules(model)
+        mlp.add_scales([mlp.c_fc.weight, mlp.c_proj.weight], [INITIAL_ACTIVATION_AMAX] * 2 + [gradient_amax] * 2)
+        modules += [block.attn.c_attn, block.attn.c_proj, mlp]
     quantize_weights(modules)
     optimizer.register_step_post_hook(lambda *_: update_scales(modules))
 
@@ -86,10 +88,6 @@ def quantize_weights(modules):
         fp8_cast.quantize(weight, scale, out=pair)
 
 
-def scaled_modules(model):
-    return [module for module in model.modules() if isinstance(module, ScaledModule)]
-
-
 # ----------------------------------------------------------------------------------------------------------------------
 # Modules
 
@@ -105,7 +103,7 @@ class ScaledModule(nn.Module):
     its measurement from. amax.grad accumulates the measured values, and in the last entry counts the micro-batches.
     """
 
-    def set_up(self, weights, initial_amax):
+    def add_scales(self, weights, initial_amax):
         device = weights[0].device
         self.weights = weights
         self.weights_fp8 = [fp8_cast.empty_float8_pair(weight) for weight in weights]
@@ -117,9 +115,6 @@ class ScaledModule(nn.Module):
 class Linear(ScaledModule, nn.Linear):
     """nn.Linear in float8. Without gradients, as in evaluation, it is plain nn.Linear."""
 
-    def add_scales(self, gradient_amax):
-        self.set_up([self.weight], [INITIAL_ACTIVATION_AMAX, gradient_amax])
-
     def forward(self, x):
         if not torch.is_grad_enabled():
             return F.linear(x, self.weight, self.bias)
@@ -130,10 +125,6 @@ class Linear(ScaledModule, nn.Linear):
 
 class MLP(ScaledModule):
     """model.MLP in float8. Without gradients, as in evaluation, it is the plain MLP."""
-
-    def add_scales(self, gradient_amax):
-        initial_amax = [INITIAL_ACTIVATION_AMAX, INITIAL_ACTIVATION_AMAX, gradient_amax, gradient_amax]
-        self.set_up([self.c_fc.weight, self.c_proj.weight], initial_amax)
 
     def forward(self, x):
         if not torch.is_grad_enabled():

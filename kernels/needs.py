@@ -133,9 +133,14 @@ def fp8_and_fused_head(config, distributed):
         return "it needs --fp8, --fused_cross_entropy and --pad_vocab"
 
 
+def is_sharded(config):
+    """Whether the parameters are FSDP's, not DDP's."""
+    return config.parallel != "ddp" or config.tensor > 1 or config.pipeline > 1
+
+
 def will_be_sharded(config, distributed):
-    """Whether parallel.fsdp will shard the model, once flags that need several ranks are turned off."""
-    return distributed.world_size > 1 and config.parallel != "ddp" or distributed.model_size > 1
+    """is_sharded, once flags that need several ranks are turned off."""
+    return distributed.world_size > 1 and is_sharded(config)
 
 
 def several_ranks(config, distributed):

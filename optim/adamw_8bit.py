@@ -22,11 +22,6 @@ BLOCK = 256  # numbers that share a scale, where it divides the row's length
 SIGNED = dict(exp_avg=True, exp_avg_sq=False)  # the two moments
 
 
-def moment_bytes(width):
-    """Bytes of the two moments for each number of a weight with rows of `width`: a code and its share of a scale."""
-    return 2 * (1 + 4 / math.gcd(BLOCK, width))
-
-
 class AdamW8bit(torch.optim.Optimizer):
     """AdamW. Its state is plain tensors: the codes and scales of exp_avg and exp_avg_sq."""
 

@@ -1,5 +1,6 @@
 """The optimizers: one row for each, with what other code needs to know; and their state by parameter name."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -30,12 +31,6 @@ def make_adamw_8bit(model, config):
 
     groups, settings = adamw_groups(model.parameters(), config, config.lr)
     return AdamW8bit(groups, config.compile, **settings)
-
-
-def adamw_8bit_bytes(width):
-    from optim.adamw_8bit import moment_bytes
-
-    return moment_bytes(width), moment_bytes(width)
 
 
 def make_muon(model, config):
@@ -76,10 +71,10 @@ def adamw_groups(parameters, config, peak):
 
 OPTIMIZERS = dict(
     adamw=Row(lambda model, config: make_adamw(model.parameters(), config, config.lr), lambda width: (8, 8)),
-    # adamw_8bit: moments of 1 byte instead of 4
+    # adamw_8bit: moments of 1 byte instead of 4, and of each a scale of 4 bytes for a block of 256 numbers or fewer
     adamw_8bit=Row(
         make_adamw_8bit,
-        adamw_8bit_bytes,
+        lambda width: (2 * (1 + 4 / math.gcd(256, width)),) * 2,
         fused=False,
         needs_rows="has scales for blocks of whole rows",
     ),

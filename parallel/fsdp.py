@@ -14,6 +14,7 @@ import torch
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from common.errors import Note, UserError, out_of_memory
+from kernels.needs import is_sharded
 from optim.schedules import accumulation_steps
 from parallel import tensor
 
@@ -21,11 +22,6 @@ from parallel import tensor
 # the GPU to compute it. GPT-2 124M with zero3 on two H200s: gathering four blocks together is 1.02 x as fast, 1.05 x
 # with one micro-batch a step.
 MIN_ALL_GATHER_PARAMS = 25_000_000
-
-
-def is_sharded(config):
-    """Whether the parameters are FSDP's, not DDP's."""
-    return config.parallel != "ddp" or config.tensor > 1 or config.pipeline > 1
 
 
 def shard_group_size(config, distributed):
