@@ -92,13 +92,6 @@ packed_qkv.register_autograd(backward, setup_context=save_for_backward)
 # cuDNN's graphs
 
 
-@functools.cache
-def cudnn_types():
-    import cudnn
-
-    return {torch.bfloat16: cudnn.data_type.BFLOAT16, torch.float16: cudnn.data_type.HALF}
-
-
 def execute(B, T, H, D, tensors, offsets, backward=False):
     """Run cuDNN's graph for these sizes on the current stream. tensors: in the order that `plan` returns them."""
     import cudnn
@@ -155,7 +148,7 @@ def plan(B, T, H, D, dtype, device, backward, ragged=0):
     """
     import cudnn
 
-    own_type = cudnn_types()[dtype]
+    own_type = {torch.bfloat16: cudnn.data_type.BFLOAT16, torch.float16: cudnn.data_type.HALF}[dtype]
     FLOAT, INT32, INT64 = cudnn.data_type.FLOAT, cudnn.data_type.INT32, cudnn.data_type.INT64
     graph = cudnn.pygraph(
         io_data_type=own_type, intermediate_data_type=FLOAT, compute_data_type=FLOAT, handle=handle(device)
