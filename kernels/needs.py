@@ -6,7 +6,7 @@ The functions take a Config and a Distributed, and return in words what is missi
 import torch
 
 from common.device import missing_compiler, missing_package
-from kernels.attention import missing_sdpa_kernel
+from kernels import attention
 
 
 def tf32_gpu(config, distributed):
@@ -27,7 +27,7 @@ def sdpa_kernel(config, distributed):
     if config.mask_documents and config.attention != "flash":
         return "--mask_documents runs on the kernels flash, cudnn_packed and flash4"
     dtype = dict(bf16=torch.bfloat16, fp16=torch.float16, off=torch.float32)[config.autocast]
-    return missing_sdpa_kernel(config.attention, distributed.device, dtype, head_width(config))
+    return attention.missing_sdpa_kernel(config.attention, distributed.device, dtype, head_width(config))
 
 
 def head_width(config):
