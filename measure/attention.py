@@ -2,7 +2,6 @@
 
     python -m measure.attention                                         # T from 512 to 32,768, heads 64 and 128 wide
     python -m measure.attention --lengths 1024 4096 --widths 64 --tokens 16384
-    python -m measure.attention --documents 1000                        # within documents, as --mask_documents
 
 Tokens and width C are the same in every measurement, so attention's FLOPs grow with T and the other layers' do not. As
 in the model, q, k and v are views of one (B, T, 3C) tensor, and their gradients become one tensor, so a kernel that
@@ -18,24 +17,13 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from common.cli import flag, parse
+from common.cli import parse
 from common.device import missing_package
 from common.errors import UserError, first_line, is_out_of_memory, run
 from kernels import flash4
 from kernels.attention import PACKED
-from kernels.document_attention import document_attention
-from kernels.documents import NO_BOUNDARIES, Documents, find_hidden, find_offsets
 from kernels.packed_qkv import packed_qkv
-from measure.timing import (
-    KernelFlags,
-    default_tokens,
-    dtype_of_activations,
-    forward_and_backward,
-    memory_text,
-    share_text,
-    time_all,
-    times_text,
-)
+from measure.timing import KernelFlags, default_tokens, dtype_of_activations, forward_and_backward, time_all
 from model import causal_attention
 from parallel.process_group import start_alone
 from watch.hardware import peak_flops
@@ -48,8 +36,6 @@ SDPA = dict(
     FlashAttention=SDPBackend.FLASH_ATTENTION,
     cuDNN=SDPBackend.CUDNN_ATTENTION,
 )
-COLUMNS = ("attention", "D", "T", "forward ms", "backward ms", "TFLOP/s", "of peak", "peak GB")
-WIDTHS = (16, 4, 6, 11, 12, 8, 8, 8)
 
 
 @dataclass
@@ -60,8 +46,6 @@ class Flags(KernelFlags):
     """Sequence lengths T, divisors of --tokens; by default the powers of two from 512 to 32,768, --tokens at most."""
     widths: tuple[int, ...] = (64, 128)
     """Widths D of a head, divisors of --n_embd; the number of heads is C / D."""
-    documents: int = flag(0, at_least=0)
-    """Mean length of random documents; a token attends within its own, as with --mask_documents. 0: whole rows."""
 
 
 def main():
@@ -70,13 +54,10 @@ def main():
     flags.tokens = flags.tokens or default_tokens(device)
     flags.lengths = tuple(sorted(flags.lengths)) or tuple(T for T in LENGTHS if T <= flags.tokens)
     check(flags)
-    names = candidates(device, flags)
+    names = candidates(device)
     cases = [dict(name=name, D=D, T=T) for D in flags.widths for T in flags.lengths for name in names]
     note = f"{flags.tokens:,} tokens, C = {flags.n_embd}. FLOPs are those of the causal half, 7·T·C a token"
-    note += f", times the share within documents (mean {flags.documents:,} tokens). " if flags.documents else ". "
-    cells = partial(cells_of, peak_flops(device))
-    measured = partial(measure, flags, device)
-    time_all("attention", flags, device, cases, measured, COLUMNS, cells, f"{note}A GB is 2^30 bytes.", WIDTHS)
+    time_all("attention", flags, device, cases, partial(measure, flags, device), "tflops", peak_flops(device), note)
 
 
 def check(flags):
@@ -93,38 +74,26 @@ def check(flags):
             raise UserError(f"--{name} {whole} is not a multiple of {wrong[0]}, one of --{of}: change one of the two")
 
 
-def cells_of(peak, result, _):
-    """A row's figures. peak: the device's FLOP/s, or 0."""
-    rate = result["tflops"]
-    return [*times_text(result), f"{rate:.4g}", share_text(1e12 * rate, peak), memory_text(result)]
-
-
 # ----------------------------------------------------------------------------------------------------------------------
 # The kernels
 
 
-def candidates(device, flags):
+def candidates(device):
     """Names of the kernels to try; a kernel that does not take a size says so when it is measured."""
     if device.type != "cuda":
         return ["written out", "FlashAttention"] if device.type == "cpu" else ["written out"]
-    names = ["written out", "FlashAttention"] if flags.documents else ["written out", *SDPA]
-    packed = missing_package("cudnn") is None
-    has_flash4 = flash4.missing() is None
-    names += ["cudnn_packed"] * packed + ["FlashAttention-4"] * has_flash4
+    packed, has_flash4 = missing_package("cudnn") is None, flash4.missing() is None
+    names = ["written out", *SDPA, *["cudnn_packed"] * packed, *["FlashAttention-4"] * has_flash4]
     return names + ["flash4"] * (packed and has_flash4)
 
 
-def attend(name, qkv, H, documents):
-    """Causal attention within Documents, (B, T, C) or (B, H, T, D), by one kernel. qkv (B, T, 3C)."""
+def attend(name, qkv, H):
+    """Causal attention, (B, T, C) or (B, H, T, D), by one kernel. qkv (B, T, 3C)."""
     if name in PACKED:
-        return packed_qkv(qkv, H, documents.offsets, name == "flash4")[0]
-    if documents.offsets is not None:
-        return document_attention(qkv, H, documents.offsets)[0]
+        return packed_qkv(qkv, H, None, name == "flash4")[0]
     q, k, v = (part.unflatten(2, (H, -1)).transpose(1, 2) for part in qkv.chunk(3, dim=2))  # (B, H, T, D)
     if name == "written out":
-        return causal_attention(q, k, v, documents.hidden)
-    if documents.hidden is not None:
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=~documents.hidden)
+        return causal_attention(q, k, v, None)
     with sdpa_kernel(SDPA[name.removesuffix("-4")]):
         return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
@@ -136,21 +105,12 @@ def measure(flags, device, name, D, T):
     token (Dao 2023, FlashAttention-2): the same for every kernel, also for those that compute all scores.
     """
     B, C = flags.tokens // T, flags.n_embd
-    documents, share = NO_BOUNDARIES, 1.0  # share: the part of the causal half within documents
-    if flags.documents:
-        starts = torch.rand(B, T, generator=torch.Generator().manual_seed(T)) < 1 / flags.documents
-        offsets = find_offsets(starts, True)
-        share = (offsets.diff().double() ** 2).sum().item() / (flags.tokens * T)
-        if device.type != "cuda" or name == "written out":
-            documents = Documents(hidden=find_hidden(starts.to(device), True))
-        else:
-            documents = Documents(offsets=offsets.to(device))
     dtype = dtype_of_activations(device)
     qkv = torch.randn(B, T, 3 * C, device=device, dtype=dtype, requires_grad=True)
 
     def forward():
         with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
-            return attend(name, qkv, C // D, documents)
+            return attend(name, qkv, C // D)
 
     try:
         if name == "FlashAttention-4":
@@ -166,7 +126,7 @@ def measure(flags, device, name, D, T):
     finally:
         if name == "FlashAttention-4":
             torch.nn.attention.restore_flash_attention_impl()
-    flops = 7 * T * C * flags.tokens * share
+    flops = 7 * T * C * flags.tokens
     return times | dict(tflops=flops / (times["forward_ms"] + times["backward_ms"]) / 1e9)
 
 

@@ -22,20 +22,9 @@ import torch.nn.functional as F
 from common.cli import flag, parse
 from common.device import missing_compiler, missing_package
 from common.errors import UserError, run
-from measure.timing import (
-    KernelFlags,
-    default_tokens,
-    dtype_of_activations,
-    forward_and_backward,
-    memory_text,
-    share_text,
-    time_all,
-    times_text,
-)
+from measure.timing import KernelFlags, default_tokens, dtype_of_activations, forward_and_backward, time_all
 from parallel.process_group import start_alone
 
-COLUMNS = ("operation", "level", "forward ms", "backward ms", "GB/s", "of bandwidth", "× eager", "peak GB")
-WIDTHS = (14, 13, 10, 11, 8, 12, 8, 8)
 EPSILON = 1e-5  # of LayerNorm
 Level = Literal["eager", "library", "compiled", "max-autotune", "triton", "liger"]
 
@@ -62,12 +51,10 @@ def main():
     cases = [dict(name=name, level=level) for name in flags.kernel for level in flags.levels if level in LEVELS[name]]
     if not cases:
         raise UserError("no operation has these levels: use --kernel and --levels, see --help")
-    bandwidth, dtype = memory_bandwidth(device), str(dtype_of_activations(device)).removeprefix("torch.")
+    dtype = str(dtype_of_activations(device)).removeprefix("torch.")
     note = f"{flags.tokens:,} tokens, C = {flags.n_embd}, V = {flags.vocab_size:,}, {dtype}"
-    note += f"; memory moves {bandwidth / 1e9:,.0f} GB/s" if bandwidth else ""
-    cells = partial(cells_of, bandwidth)
-    note += ". GB/s are 10^9 bytes, peak GB 2^30."
-    time_all("kernels", flags, device, cases, partial(measure, flags, device), COLUMNS, cells, note, WIDTHS)
+    measured = partial(measure, flags, device)
+    time_all("kernels", flags, device, cases, measured, "gb_per_s", memory_bandwidth(device), note)
 
 
 def memory_bandwidth(device):
@@ -77,16 +64,6 @@ def memory_bandwidth(device):
     properties = torch.cuda.get_device_properties(device)
     clock, width = (getattr(properties, name, 0) for name in ("memory_clock_rate", "memory_bus_width"))  # kHz, bits
     return 2 * clock * 1e3 * width / 8 or None  # double data rate: two transfers per clock
-
-
-def cells_of(bandwidth, result, results):
-    """A row's figures. results: those so far, among which the eager one is the reference."""
-    rate = result["gb_per_s"]
-    eager = [
-        r["gb_per_s"] for r in results if (r["name"], r["level"], r["status"]) == (result["name"], "eager", "done")
-    ]
-    texts = [*times_text(result), f"{rate:,.1f}", share_text(1e9 * rate, bandwidth)]
-    return [*texts, f"{rate / eager[0]:.2f}" if eager else "–", memory_text(result)]
 
 
 # ----------------------------------------------------------------------------------------------------------------------

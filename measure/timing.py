@@ -22,6 +22,9 @@ BUSY = 2_000_000  # clock cycles, 1 ms: the GPU waits until the host has launche
 FLUSH_BYTES = 256 * 2**20
 
 
+KERNEL_RATES = dict(tflops=(1e12, "TFLOP/s"), gb_per_s=(1e9, "GB/s"))
+
+
 @dataclass
 class TimingFlags:
     """What all commands that time kernels have."""
@@ -115,26 +118,35 @@ def forward_and_backward(device, function, leaves, repeats):
     return times
 
 
-def time_all(kind, flags, device, cases, measure, columns, cells, note, widths):
+def time_all(kind, flags, device, cases, measure, rate, limit, note):
     """Measure one kernel after the other: a table in the terminal, KIND.json and KIND.md.
 
-    cases: {name: value} of each, which measure(**case) takes; it returns {name: value} of a result. cells(result,
-    results): the row of a result that is done, after its case; results: those so far. columns: of the table, widths
-    their widths; note: below it.
+    cases: {name: value} of each, which measure(**case) takes; it returns {name: value} of a result. rate: which of them
+    is compared with `limit`, the device's own rate a second, or None or 0. note: below the table.
     """
     files = Results(flags.log_dir, flags.run_name, kind, device)
+    scale, name = KERNEL_RATES[rate]
+    columns = (*cases[0], "forward ms", "backward ms", name, "of limit", "peak GB")
+    widths = (16, *[14] * (len(cases[0]) - 1), 10, 11, 8, 8, 8)
     print(f"results: {files.folder}/\n{align(columns, widths)}")
+    note += f"; the limit is {limit / scale:,.0f} {name}" if limit else ""
     results, rows = [], []
     with tqdm(cases, unit="kernel", leave=False, disable=None) as bar:
         for case in bar:
             bar.set_description(", ".join(map(str, case.values())))
             result = case | dict(facts=files.environment) | attempt(partial(measure, **case), device)
             results.append(result)
-            done = result["status"] == "done"
-            rest = cells(result, results) if done else [f"{result['status']}: {result['reason']}"]
-            rows.append([*map(str, case.values()), *rest])
-            bar.write(align(rows[-1], widths))
-            files.save(results, columns, rows, note)
+            row = [*map(str, case.values())]
+            if result["status"] == "done":
+                forward, backward, peak = (result[key] for key in ("forward_ms", "backward_ms", "peak_gb"))
+                row += [f"{forward:.3f}", f"{backward:.3f}" if backward else "–", f"{result[rate]:,.1f}"]
+                row.append(f"{scale * result[rate] / limit:.0%}" if limit else "–")
+                row.append("–" if peak is None else f"{peak:.2f}")
+            else:
+                row.append(f"{result['status']}: {result['reason']}")
+            rows.append(row)
+            bar.write(align(row, widths))
+            files.save(results, columns, rows, f"{note}. GB/s are 10^9 bytes, GB 2^30.")
     print(files)
 
 
@@ -151,17 +163,3 @@ def attempt(measure, device):
     finally:
         if device.type == "cuda":
             torch.cuda.empty_cache()
-
-
-def share_text(part, whole):
-    """A share in percent; "–" if the whole is unknown, 0 or None."""
-    return f"{part / whole:.0%}" if whole else "–"
-
-
-def times_text(result):
-    """The cells of forward_ms and backward_ms."""
-    return [f"{result['forward_ms']:.3f}", f"{result['backward_ms']:.3f}" if result["backward_ms"] else "–"]
-
-
-def memory_text(result):
-    return "–" if result["peak_gb"] is None else f"{result['peak_gb']:.2f}"

@@ -8,7 +8,6 @@ import torch
 from conftest import expect_error
 
 from common.errors import UserError
-from kernels.documents import NO_BOUNDARIES, Documents, find_hidden
 from measure import attention, timing
 
 SMALL = "--device cpu --tokens 64 --lengths 16 32 --widths 8 --n_embd 16 --repeats 1 --run_name side_by_side".split()
@@ -33,27 +32,12 @@ def test_it_measures_every_kernel_of_the_device(command, call_main, tmp_path):
     expect_error(command("measure/attention.py", *SMALL, ranks=2), "start it with python")
 
 
-def test_within_documents():
-    """All kernels get the same documents, and compute what --mask_documents computes."""
-    flags, cpu = attention.Flags(tokens=64, n_embd=16, repeats=1, documents=8), torch.device("cpu")
-    results = [attention.measure(flags, cpu, name, 8, 32) for name in attention.candidates(cpu, flags)]
-    flops = [result["tflops"] * (result["forward_ms"] + result["backward_ms"]) * 1e9 for result in results]
-    assert flops[0] == pytest.approx(flops[1]) and flops[0] < 0.9 * 7 * 32 * 16 * 64
-    starts = torch.rand(2, 32) < 0.2
-    documents = Documents(find_hidden(starts, True))
-    qkv = torch.randn(2, 32, 48)
-    written_out, fused = (attention.attend(name, qkv, 2, documents) for name in attention.candidates(cpu, flags))
-    torch.testing.assert_close(written_out, fused)
-    assert not torch.allclose(written_out, attention.attend("written out", qkv, 2, NO_BOUNDARIES))
-
-
 @pytest.mark.parametrize(
     "flags, complaint",
     [
         ("--lengths 48", "--tokens 64 is not a multiple of 48"),
         ("--widths 0", "at least 1"),
         ("--widths 7", "--n_embd"),
-        ("--documents=-1", "--documents -1"),
     ],
 )
 def test_what_it_does_not_measure(call_main, flags, complaint):
@@ -67,26 +51,25 @@ def test_a_kernel_that_cannot_run_is_a_row_with_its_reason(tmp_path, capsys):
     def measure(name, T):
         if name in errors:
             raise errors[name]
-        return dict(forward_ms=1.0, backward_ms=0.0, peak_gb=None)
+        return dict(forward_ms=1.0, backward_ms=0.0, peak_gb=None, tflops=2.0)
 
     def table(*names):
         flags = attention.Flags(log_dir=str(tmp_path), run_name="-".join(names))
         cases = [dict(name=name, T=2048) for name in names]
-        columns, cells = ("kernel", "T", "forward ms", "backward ms"), lambda result, results: timing.times_text(result)
-        timing.time_all("kernels", flags, torch.device("cpu"), cases, measure, columns, cells, "A note.", (8, 8, 8, 8))
+        timing.time_all("kernels", flags, torch.device("cpu"), cases, measure, "tflops", 4e12, "A note")
         return (tmp_path / flags.run_name / "kernels.md").read_text().splitlines()
 
     assert table("fine", *errors)[2:] == [
-        "| fine | 2048 | 1.000 | – |",
-        "| large | 2048 | skipped: out of memory |  |",
-        "| wide | 2048 | skipped: no head of 999 |  |",
-        "| old | 2048 | skipped: no y |  |",
+        "| fine | 2048 | 1.000 | – | 2.0 | 50% | – |",
+        "| large | 2048 | skipped: out of memory |  |  |  |  |",
+        "| wide | 2048 | skipped: no head of 999 |  |  |  |  |",
+        "| old | 2048 | skipped: no y |  |  |  |  |",
         "",
-        "A note.",
+        "A note; the limit is 4 TFLOP/s. GB/s are 10^9 bytes, GB 2^30.",
         "",
         f"{platform.machine()} cpu, PyTorch {torch.__version__}.",
     ]
-    assert "fine          2048     1.000         –" in capsys.readouterr().out
+    assert "skipped: no head of 999\n" in capsys.readouterr().out
     errors["broken"] = ValueError("a bug")
     with pytest.raises(ValueError, match="a bug"):
         table("broken")

@@ -58,14 +58,6 @@ def test_it_measures_the_levels_of_the_device(command, call_main, tmp_path):
     expect_error(call_main("measure/kernels.py", *SMALL, "--kernel", "gelu", "--levels", "liger"), "no operation has")
 
 
-def test_a_row_has_rates_against_memory_bandwidth_and_the_eager_level():
-    eager = dict(name="cross_entropy", level="eager", status="done", forward_ms=30.0, backward_ms=10.0)
-    eager |= dict(gb_per_s=400.0, peak_gb=60.0)
-    triton = eager | dict(level="triton", forward_ms=5.0, backward_ms=0.0, gb_per_s=3200.0)
-    assert kernels.cells_of(4e12, triton, [eager, triton]) == ["5.000", "–", "3,200.0", "80%", "8.00", "60.00"]
-    assert kernels.cells_of(None, triton, [triton]) == ["5.000", "–", "3,200.0", "–", "–", "60.00"]
-
-
 @pytest.mark.gpu
 def test_the_bandwidth_of_a_gpu():
     bandwidth = kernels.memory_bandwidth(torch.device("cuda", 0))
