@@ -35,8 +35,7 @@ from optimizations import plan_switches, saved_operators
 from parallel import activation_checkpointing, gradients, memory, pipeline, place, process_group
 from watch import plan
 from watch.hardware import flops_per_token
-from watch.loop import watched
-from watch.ranks import RankMonitor
+from watch.ranks import RankMonitor, watched
 from watch.run_log import RunLog
 
 
@@ -202,7 +201,7 @@ def train(flags, distributed, typed):
 
 
 def loop(run, tracer):
-    """The training loop, and the end of the run. tracer: of watch/loop.py."""
+    """The training loop, and the end of the run. tracer: of watch/ranks.py."""
     config, checkpointer, log = run.trainer.config, run.checkpointer, run.log
     stop, bad_steps = StopSignal(), 0  # bad_steps: consecutive ones with a loss or norm that is not finite
     common.interrupt.end_at_once()  # until the first step, which compiles, is done: there is nothing to save

@@ -3,11 +3,15 @@
 All ranks end a step together, since they wait for each other's gradients: only the time before that wait differs. The
 all-reduce that carries the loss carries these times too, so they cost no collective.
 MegaScale (Jiang et al. 2024, arXiv 2402.15627, section 5.1) finds its stragglers by CUDA events in the same way.
+
+watched() is the context of the training loop, which also watches for a rank that hangs.
 """
 
+import contextlib
 import math
 import statistics
 import time
+from types import SimpleNamespace
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -76,3 +80,24 @@ def slowest(times):
     rank = late.index(max(late))
     values = dict(own_ms=times, slowest_rank=rank, slowest_behind=late[rank])
     return values, f"rank {rank} is {late[rank]:.1%} behind" if late[rank] > BEHIND else None
+
+
+@contextlib.contextmanager
+def watched(run):
+    """A context for the training loop, whose object has a step() to call after each step. run: train_gpt2.Run.
+
+    It watches several ranks for a hang, and records what --profile or --memory_snapshot asks for. Other runs import
+    nothing of this.
+    """
+    config, distributed = run.trainer.config, run.trainer.distributed
+    with contextlib.ExitStack() as stack:
+        if distributed.world_size > 1:
+            from watch import hang
+
+            stack.enter_context(hang.watch(run.checkpointer.folder, distributed))
+        if run.log and (config.profile or config.memory_snapshot):
+            from measure import profile
+
+            yield stack.enter_context(profile.trace(config, run.log))
+        else:
+            yield SimpleNamespace(step=lambda: None)
