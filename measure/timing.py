@@ -139,7 +139,7 @@ def time_all(kind, flags, device, cases, measure, rate, limit, note):
             row = [*map(str, case.values())]
             if result["status"] == "done":
                 forward, backward, peak = (result[key] for key in ("forward_ms", "backward_ms", "peak_gb"))
-                row += [f"{forward:.3f}", f"{backward:.3f}" if backward else "–", f"{result[rate]:,.1f}"]
+                row += [f"{forward:.3f}", f"{backward:.3f}" if backward else "–", f"{result[rate]:,.4g}"]
                 row.append(f"{scale * result[rate] / limit:.0%}" if limit else "–")
                 row.append("–" if peak is None else f"{peak:.2f}")
             else:
