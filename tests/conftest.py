@@ -19,7 +19,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-os.environ.update(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1")  # read by what is imported below
+# read by what is imported below. Inductor's pool of compilers would be a process that stays behind a test
+os.environ.update(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1", TORCHINDUCTOR_COMPILE_THREADS="1")
 
 import numpy as np
 import pytest
