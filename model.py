@@ -187,8 +187,8 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def init_weights(self, fill=torch.Tensor.copy_):
-        """Initial weights: N(0, 0.02), biases 0; the 2L projections into the residual stream N(0, 0.02/√(2L))
-        (Radford et al. 2019, section 2.3).
+        """Initial weights: normal with standard deviation 0.02, for the 2L projections into the residual stream
+        0.02/√(2L); biases 0, LayerNorm weights 1 (Radford et al. 2019, section 2.3).
 
         Weights are drawn in host memory one after the other, so they depend on the seed alone. fill(parameter, weight)
         copies each into its parameter, which may be a DTensor.
@@ -212,8 +212,9 @@ class GPT(nn.Module):
     def forward(self, idx, targets=None, offsets=None, reduction="mean", at=None, cache=None):
         """Logits, or with targets their cross-entropy.
 
-        idx (B, T) int64. targets (B, T) int64, -1 to ignore a position. The loss is in nats: the mean over all targets,
-        or with reduction="none" (B, T), 0 at ignored positions. Without targets: logits (B, T, V) without padding.
+        idx (B, T) int64. targets (B, T) int64, -1 to ignore a position. The loss is in nats: the mean over the
+        other targets, or with reduction="none" (B, T), 0 at ignored positions. Without targets: logits (B, T, V)
+        without padding.
         offsets: with mask_documents, kernels.documents.find_offsets(idx); without them attention takes a (B, 1, T, T)
         mask.
         at (N,) int64, indices into idx.flatten(): targets and losses are then (N,), logits (N, V).

@@ -94,7 +94,8 @@ def build(config, distributed, weights=None, sizes=None):
     # ddp: each rank has all weights and a share of the batch; the last backward averages gradients over the ranks
     train_forward = gradients.wrap_ddp(forward, config, distributed)
     optimizer = make_optimizer(model, config)
-    # fp8: the blocks' GEMMs in 8 bits, at twice the rate, each tensor with a scale from its amax
+    # fp8: the blocks' GEMMs in 8 bits, at twice the rate, each tensor with a scale from its amax. The modules change in
+    # place, their parameters stay, and compilation waits for the first call
     if config.fp8:
         from kernels import fp8  # needs Triton
 
@@ -115,7 +116,7 @@ def accumulate(trainer, next_batch, micro_steps, stop):
     for micro_step in range(micro_steps):
         last = micro_step == micro_steps - 1
         batch = next_batch()
-        # ddp all-reduces gradients in the last backward, zero2 and zero3 reduce-scatter in each
+        # ddp all-reduces gradients in the last backward, a sharded model reduce-scatters in each
         with gradients.accumulation(trainer, last):
             with trainer.autocast:
                 loss = trainer.train_forward(*batch) / micro_steps
@@ -146,20 +147,20 @@ def train_step(trainer, step, next_batch, stop):
     config, distributed, scaler = trainer.config, trainer.distributed, trainer.scaler
     micro_steps = accumulation_steps(step, config, distributed.data_size)
     lr = set_learning_rates(trainer.optimizer, step, config)
-    own_loss = trainer.accumulate(trainer, next_batch, micro_steps, stop)
+    loss = trainer.accumulate(trainer, next_batch, micro_steps, stop)
     scaler.unscale_(trainer.optimizer)
-    own_norm = gradients.clip(trainer.model, config.grad_clip)
-    means = own_loss / distributed.world_size, own_norm / distributed.world_size
-    all_reduced = distributed.begin_all_reduce(*means, stop.requested, trainer.monitor.report())
-    update_if_finite(trainer.optimizer, scaler, own_norm)
+    norm = gradients.clip(trainer.model, config.grad_clip)
+    means = loss / distributed.world_size, norm / distributed.world_size
+    wait = distributed.begin_all_reduce(*means, stop.requested, trainer.monitor.report())
+    update_if_finite(trainer.optimizer, scaler, norm)
     gradients.zero(trainer)
-    loss, norm, stops, *own_ms = all_reduced()  # waits for the all-reduce, not for the update: the GPU stays busy
+    mean_loss, mean_norm, stops, *own_ms = wait()  # for the all-reduce, not for the update: the GPU stays busy
     stop.agreed = stops > 0
     scale = scaler.get_scale() if scaler.is_enabled() else None
     # fp16: GradScaler skips an update that overflows and halves its scale, which is normal until the scale is below 1
-    finite = math.isfinite(loss if scale and scale >= 1 else loss + norm)
+    finite = math.isfinite(mean_loss if scale and scale >= 1 else mean_loss + mean_norm)
     tokens = micro_steps * config.micro_batch_size * config.seq_len * distributed.data_size
-    return StepResult(lr, loss, norm, tokens, finite, scale, trainer.monitor.end_step(), own_ms)
+    return StepResult(lr, mean_loss, mean_norm, tokens, finite, scale, trainer.monitor.end_step(), own_ms)
 
 
 @dataclass
@@ -206,7 +207,7 @@ def loop(run, tracer):
     stop, bad_steps = StopSignal(), 0  # bad_steps: consecutive ones with a loss or norm that is not finite
     common.interrupt.end_at_once()  # until the first step, which compiles, is done: there is nothing to save
 
-    while True:
+    while True:  # save before evaluating: an evaluation that fails loses nothing
         last = stop.agreed or run.step >= config.max_steps
         checkpointer.save_if_due(run.step, run.tokens, healthy=not bad_steps, last=last)
         try:

@@ -15,6 +15,7 @@ from checkpoints.save import snapshot, write
 from common.cli import print_over_bar, python_command
 from common.device import full_tensor
 from common.errors import UserError
+from common.files import is_disk_full
 
 MAX_BAD_STEPS = 10  # in a row, with a loss or gradient norm that is not finite: the run stops
 
@@ -112,7 +113,7 @@ class Checkpointer:
 
     def _way_back(self):
         """What to do after the run diverged, in words."""
-        if followed := self._followed(checkpoints_of(self.folder)):
+        if followed := [path for path in checkpoints_of(self.folder) if step_of(path) < self.reached]:
             return f"go back with --resume {followed[0]} and a lower --lr"
         return "start over with another --run_name and a lower --lr"
 
@@ -133,14 +134,25 @@ class Checkpointer:
 
     # ---- in the thread
 
-    def _write(self, step, tensors, training):
+    def _write(self, step, tensors, training, retry=True):
+        """Write a checkpoint. If the disk is full, an older checkpoint makes room, and all ranks write once more."""
         folder = self.folder / f"checkpoint_{step:06d}"
+        error = None
         try:
             write(folder, self.model, tensors, training, self.group)
-        except (OSError, SafetensorError):
-            if self.distributed.is_main:  # the disk may be full
+        except (OSError, SafetensorError) as raised:
+            error = raised
+            if self.distributed.is_main:
                 shutil.rmtree(folder.with_name(folder.name + ".unfinished"), ignore_errors=True)
-            raise
+        again = [False]
+        if error and retry and self.distributed.is_main and is_disk_full(error):
+            again = [self._make_room()]
+        if self.group:
+            dist.broadcast_object_list(again, group=self.group)  # from rank 0, which has the errors of all ranks
+        if again[0]:
+            return self._write(step, tensors, training, retry=False)
+        if error:
+            raise error
         if self.distributed.is_main:
             print_over_bar(f"step {step:5d}/{self.config.max_steps} | checkpoint {folder}")
             self._prune()
@@ -148,18 +160,34 @@ class Checkpointer:
     def _prune(self):
         """Remove all checkpoints but the newest keep_checkpoints, the newest whose next step was finite, and the one
         with the lowest validation loss. One whose validation loss is not finite is always removed."""
+        sound, best = self._sound_and_best()
+        followed = [path for path in sound if step_of(path) < self.reached][:1]
+        for path in checkpoints_of(self.folder):
+            if path not in sound[: self.config.keep_checkpoints] + followed + best:
+                self._remove(path)
+
+    def _make_room(self):
+        """Remove one checkpoint: one that is not sound, else the oldest, else the best. Returns whether that worked."""
+        sound, best = self._sound_and_best()
+        worth = lambda path: (path in sound[:1], path in best, path in sound, step_of(path))  # noqa: E731
+        found = sorted(checkpoints_of(self.folder), key=worth)
+        if len(found) > 1:
+            print_over_bar(f"the disk is full: {found[0]} makes room")
+        return len(found) > 1 and self._remove(found[0])
+
+    def _sound_and_best(self):
+        """The checkpoints whose validation loss is finite or unknown, the newest first; [the one with the lowest]."""
         losses = {path: self.log.val_losses.get(step_of(path)) for path in checkpoints_of(self.folder)}
         sound = [path for path in losses if losses[path] is None or math.isfinite(losses[path])]
-        best = sorted((path for path in sound if losses[path] is not None), key=losses.get)[:1]
-        kept = {*sound[: self.config.keep_checkpoints], *self._followed(sound)[:1], *best}
-        for path in losses.keys() - kept:
-            doomed = path.with_name(path.name + ".unfinished")  # a half-deleted folder must not look complete
-            try:
-                path.rename(doomed)
-                shutil.rmtree(doomed)
-            except OSError as error:
-                print_over_bar(f"an older checkpoint could not be removed: {error}")
+        return sound, sorted((path for path in sound if losses[path] is not None), key=losses.get)[:1]
 
-    def _followed(self, checkpoints):
-        """Those of the checkpoints whose next step was finite: from the others a run that diverged does so again."""
-        return [path for path in checkpoints if step_of(path) < self.reached]
+    def _remove(self, path):
+        """Remove a checkpoint; returns whether that worked."""
+        doomed = path.with_name(path.name + ".unfinished")  # a half-deleted folder must not look complete
+        try:
+            path.rename(doomed)
+            shutil.rmtree(doomed)
+        except OSError as error:
+            print_over_bar(f"an older checkpoint could not be removed: {error}")
+            return False
+        return True

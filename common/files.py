@@ -93,3 +93,10 @@ def lock(path, busy=None):
         if error.errno not in (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS):
             raise
     return file
+
+
+def is_disk_full(error):
+    """Whether an error of writing says that a disk or a quota is full."""
+    # errors of safetensors and of other ranks have the number in their text alone
+    numbers = errno.ENOSPC, errno.EDQUOT
+    return any(f"[Errno {number}]" in str(error) or f"(os error {number})" in str(error) for number in numbers)

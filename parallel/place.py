@@ -35,7 +35,7 @@ def place(model, config, distributed, autocast):
     """The model that this rank trains, on its device: all of a GPT with ddp, otherwise its stage, parts and shards.
 
     model: a GPT on the device "meta". autocast: the context of a forward. The weights are uninitialized afterwards:
-    checkpoints.load.initialize() fills them.
+    checkpoints.resume.initialize() fills them.
     """
     if fsdp.is_sharded(config):
         ranks, shards = distributed.data_context_size, fsdp.shard_group_size(config, distributed)

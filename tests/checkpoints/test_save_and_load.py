@@ -1,18 +1,21 @@
 import errno
 import json
 import math
+import os
+import shutil
+import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ALONE
+from conftest import ALONE, TINY
 from transformers import AutoTokenizer
 
 from checkpoints import hugging_face, load, resume, save
 from checkpoints.checkpointer import Checkpointer
-from checkpoints.run_folder import checkpoints_of
+from checkpoints.run_folder import checkpoints_of, step_of
 from common.errors import UserError
 from config import Config
 from data.tokenizer import END_OF_TEXT, VOCAB_SIZE, get_tokenizer
@@ -166,15 +169,61 @@ def test_a_checkpoint_waits_for_a_finite_step(tmp_path, capsys):
     assert "step     4/10000000 | the weights are not finite: no checkpoint\n" in out
 
 
+@pytest.fixture
+def small_disk(tmp_path):
+    """Mount a file system of some MB; the test is skipped where that is not allowed."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+
+    def mount(megabytes):
+        options = ["-t", "tmpfs", "-o", f"size={megabytes}m", "tmpfs", str(folder)]
+        if not shutil.which("mount") or subprocess.run(["mount", *options], capture_output=True).returncode:
+            pytest.skip("needs the right to mount a tmpfs")
+        return folder
+
+    yield mount
+    if os.path.ismount(folder):
+        subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+def test_on_a_full_disk_the_next_to_be_pruned_makes_room(small_disk, capsys):
+    """The oldest, and never the newest."""
+    disk = small_disk(27)  # two checkpoints have 22 MB
+    (disk / "filler").write_bytes(bytes(11 * 2**20))
+    checkpointer, val_losses = make_checkpointer(disk, checkpoint_every=1, keep_checkpoints=3)
+    saved = []
+    for step, loss in enumerate((3.0, 5.0, 4.0, 2.0, 1.0), 1):
+        if step == 3:
+            (disk / "filler").unlink()
+        checkpointer.save_if_due(step, 0, healthy=True, last=False)
+        checkpointer.wait()
+        val_losses[step] = loss
+        saved.append([step_of(path) for path in checkpoints_of(disk / "run")])
+    assert saved == [[1], [1], [3, 1], [4, 3], [5, 4]]
+    out = capsys.readouterr().out
+    assert out.count("the checkpoint was not written (") == 1 and out.count("makes room") == 2
+
+
+def test_on_a_full_disk_all_ranks_write_again(small_disk, command, corpus):
+    """Of a sharded run without a name, which all ranks know."""
+    disk = small_disk(50)  # two checkpoints have 41 MB
+    flags = [*TINY, "--data_dir", corpus, "--log_dir", disk, "--parallel", "zero3", "--checkpoint_every", 1]
+    done = command("train_gpt2.py", *flags, ranks=2)
+    assert done.returncode == 0, done.stderr
+    (run,) = (path for path in disk.iterdir())
+    assert [step_of(path) for path in checkpoints_of(run)] == [3, 2]
+    assert done.stdout.count("makes room") == 1
+
+
 @pytest.mark.parametrize("others", [0, 1])
 def test_a_checkpoint_that_did_not_fit_on_the_disk_never_appears(tmp_path, monkeypatch, capsys, others):
-    """And nothing of it is left."""
+    """Neither at once nor after an older one has made room, and nothing of it is left."""
     checkpointer, _ = make_checkpointer(tmp_path, checkpoint_every=1)
 
     def save_until(step):
         checkpointer.save_if_due(step, 0, healthy=True, last=False)
         checkpointer.wait()
-        return sorted((path.name for path in (tmp_path / "run").iterdir()), reverse=True)
+        return [path.name for path in (tmp_path / "run").iterdir()]
 
     def fill_the_disk(state, path):
         path.write_bytes(b"half")
@@ -184,7 +233,7 @@ def test_a_checkpoint_that_did_not_fit_on_the_disk_never_appears(tmp_path, monke
         save_until(step + 1)
     with monkeypatch.context() as patch:
         patch.setattr(save, "save_file", fill_the_disk)
-        assert save_until(others + 2) == [f"checkpoint_{step:06d}" for step in range(others + 1, 0, -1)]
+        assert save_until(others + 2) == [f"checkpoint_{others + 1:06d}"]
     assert capsys.readouterr().out.count("the checkpoint was not written ([Errno 28]") == 1
     assert f"checkpoint_{others + 3:06d}" in save_until(others + 3)
 

@@ -92,7 +92,9 @@ def test_operator_registration():
     for leaf in (qkv, qkv.clone().requires_grad_()):
         torch.library.opcheck(packed_qkv.packed_qkv, (leaf, 2), test_utils=checks)
     y, stats = packed_qkv.packed_qkv(qkv, 2)
-    torch.library.opcheck(packed_qkv.packed_qkv_backward, (torch.randn_like(y), qkv, y, stats, 2), test_utils=checks)
+    torch.library.opcheck(
+        packed_qkv.packed_qkv_backward, (torch.randn_like(y), qkv, y, stats, 2, None, False), test_utils=checks
+    )
 
 
 @pytest.mark.gpu
