@@ -1,1 +1,1 @@
-"""What looks at a running training: logs, wandb, the plan, the ranks, hangs."""
+"""What looks at a running training: logs, wandb, the plan, the ranks."""

@@ -4,11 +4,12 @@ All ranks end a step together, since they wait for each other's gradients: only 
 all-reduce that carries the loss carries these times too, so they cost no collective.
 MegaScale (Jiang et al. 2024, arXiv 2402.15627, section 5.1) finds its stragglers by CUDA events in the same way.
 
-watched() is the context of the training loop, which also watches for a rank that hangs.
+watched() is the context of the training loop.
 """
 
 import contextlib
 import math
+import os
 import statistics
 import time
 from types import SimpleNamespace
@@ -86,18 +87,16 @@ def slowest(times):
 def watched(run):
     """A context for the training loop, whose object has a step() to call after each step. run: train_gpt2.Run.
 
-    It watches several ranks for a hang, and records what --profile or --memory_snapshot asks for. Other runs import
-    nothing of this.
+    It records what --profile or --memory_snapshot asks for. When a collective of NCCL reaches its timeout, every rank
+    writes PyTorch's flight recorder, its last 2,000 collectives, into the run's folder.
+    https://docs.pytorch.org/tutorials/unstable/flight_recorder_tutorial.html
     """
-    config, distributed = run.trainer.config, run.trainer.distributed
-    with contextlib.ExitStack() as stack:
-        if distributed.world_size > 1:
-            from watch import hang
+    os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", f"{run.checkpointer.folder}/flight_recorder_rank_")
+    config = run.trainer.config
+    if run.log and (config.profile or config.memory_snapshot):
+        from measure import profile  # no other run imports it
 
-            stack.enter_context(hang.watch(run.checkpointer.folder, distributed))
-        if run.log and (config.profile or config.memory_snapshot):
-            from measure import profile
-
-            yield stack.enter_context(profile.trace(config, run.log))
-        else:
-            yield SimpleNamespace(step=lambda: None)
+        with profile.trace(config, run.log) as tracer:
+            yield tracer
+    else:
+        yield SimpleNamespace(step=lambda: None)
