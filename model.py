@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from torch.nn.attention.varlen import varlen_attn
 from torch.utils.checkpoint import checkpoint
 
 from kernels.attention import PACKED, has_varlen_attention
@@ -74,9 +75,9 @@ class CausalSelfAttention(nn.Module):
             return self.c_proj(packed_qkv(qkv, n_head, documents.offsets, self.attention == "flash4")[0])
         # mask_documents: no score between two documents is computed
         if documents.offsets is not None:
-            from kernels.document_attention import document_attention
-
-            return self.c_proj(document_attention(qkv, n_head, documents.offsets)[0])
+            q, k, v = qkv.reshape(B * T, 3, n_head, self.head_width).unbind(1)  # (B·T, H, D)
+            y = varlen_attn(q, k, v, documents.offsets, documents.offsets, T, T, window_size=(-1, 0))  # causal
+            return self.c_proj(y.reshape(B, T, C))
         q, k, v = (part.view(B, T, n_head, -1).transpose(1, 2) for part in qkv.split(C, dim=2))  # (B, H, T, C/H)
         k, v, mask = past.append(k, v) if past else (k, v, documents.hidden)
         # flash: one kernel that never writes the (T, T) matrix to memory (Dao et al. 2022)

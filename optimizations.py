@@ -125,7 +125,7 @@ OPTIMIZATIONS = (
     ),
     switch(
         "mask_documents", "a token attends within its own document",
-        in_model=True, changes="recipe", saves=("gpt2::document_attention",), default=False,
+        in_model=True, changes="recipe", saves=("torch_attn::_varlen_attn",), default=False,
     ),
     switch(
         "fp8", "the blocks' GEMMs in 8 bits, on Hopper and newer",

@@ -38,7 +38,7 @@ def limit_sdpa(attention):
 
 
 def has_varlen_attention(device, head_width):
-    """Whether kernels/document_attention.py runs under the present autocast."""
+    """Whether FlashAttention-2 takes documents by their offsets (varlen_attn) under the present autocast."""
     if device.type != "cuda" or torch.version.hip or not torch.is_autocast_enabled("cuda"):
         return False
     return torch.cuda.get_device_capability(device) >= (8, 0) and head_width % 8 == 0 and head_width <= 256

@@ -1,13 +1,14 @@
-"""Attention within documents by their offsets, in plain PyTorch: what kernels.document_attention computes."""
+"""Attention within documents by their offsets, in plain PyTorch: what varlen_attn computes."""
 
 import torch
 
 from model import causal_attention
 
 
-def document_attention(qkv, n_head, offsets):
-    B, T, width = qkv.shape
-    number = torch.searchsorted(offsets, torch.arange(B * T), right=True).view(B, T)
+def varlen_attn(q, k, v, offsets, offsets_k, T, T_k, window_size):
+    """q, k and v (B·T, H, D) of rows of T tokens."""
+    assert offsets is offsets_k and T == T_k and window_size == (-1, 0)
+    number = torch.searchsorted(offsets, torch.arange(len(q)), right=True).view(-1, T)
     hidden = (number[:, :, None] != number[:, None, :]) | torch.ones(T, T, dtype=torch.bool).triu(1)
-    q, k, v = (part.unflatten(2, (n_head, -1)).transpose(1, 2) for part in qkv.chunk(3, dim=2))
-    return causal_attention(q, k, v, hidden[:, None]).transpose(1, 2).reshape(B, T, width // 3), None
+    q, k, v = (part.unflatten(0, (-1, T)).transpose(1, 2) for part in (q, k, v))  # (B, H, T, D)
+    return causal_attention(q, k, v, hidden[:, None]).transpose(1, 2).flatten(0, 1)
