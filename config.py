@@ -214,7 +214,7 @@ class Config(*reversed(GROUPS)):
 
 def read_command_line(flags_type=Config, **implied):
     """(flags, typed): an instance of flags_type, a Config; the flags that are on the command line, {name: value}."""
-    typed = given(flags_type, flag_file.HINTS)
+    typed = given(flags_type)
     return parse(flags_type, flags_type(**vars(defaults(typed | implied)))), typed
 
 

@@ -24,7 +24,6 @@ from data.tokenizer import END_OF_TEXT, get_tokenizer
 from parallel import process_group
 
 PROMPT = "Hello, I'm a language model,"
-HINTS = dict(start="use --prompt", num_samples="use --count", out_dir="give the run's folder as MODEL")
 
 
 def draw_token(logits, temperature=1.0, top_k=0, top_p=1.0, generator=None):
@@ -162,7 +161,7 @@ def read_prompt(path):
 
 
 def main():
-    flags = parse(Flags, hints=HINTS)
+    flags = parse(Flags)
     device = process_group.start_alone(flags.device, "sample.py runs in one process")
     prompt = flags.prompt if flags.prompt_file is None else read_prompt(flags.prompt_file)
     options = {name: getattr(flags, name) for name in ("max_new_tokens", "seed", "temperature", "top_k", "top_p")}

@@ -27,6 +27,18 @@ ROOT = Path(__file__).parent.parent
 
 SWITCH_VALUES = {"on": True, "true": True, "1": True, "off": False, "false": False, "0": False}
 HELP = {"--help", "-h"}
+# nanoGPT's flags, whose names here are too different for difflib
+NANOGPT = dict(
+    batch_size="micro_batch_size",
+    block_size="seq_len",
+    dataset="data_dir",
+    dtype="autocast",
+    eval_interval="val_every",
+    gradient_accumulation_steps="total_batch_size",
+    learning_rate="lr",
+    num_samples="count",
+    start="prompt",
+)
 
 
 def flag(default, **facts):
@@ -51,16 +63,16 @@ def check_bounds(flags):
                 raise UserError(f"--{field.name} {value}: it must be {fact.replace('_', ' ')} {field.metadata[fact]}")
 
 
-def parse(flags_type, default=None, hints=None):
+def parse(flags_type, default=None):
     """Read the command line into a dataclass: each field is a flag, --no_NAME turns a boolean one off.
 
-    default: an instance; by default the dataclass's own defaults. hints: as of given(). A dataclass with a GROUPS
-    attribute, a tuple of its base dataclasses, gets one section of --help for each.
+    default: an instance; by default the dataclass's own defaults. A dataclass with a GROUPS attribute, a tuple of its
+    base dataclasses, gets one section of --help for each.
     Raises UserError for a flag that does not exist, a value that does not fit its flag, or one out of bounds.
     """
     if HELP & set(sys.argv):
         show_help(flags_type, default)
-    flags = given(flags_type, hints)
+    flags = given(flags_type)
     for field in dataclasses.fields(flags_type):
         if field.default is field.default_factory is dataclasses.MISSING and not flags.get(field.name):
             raise UserError(f"{field.name.upper()} is missing; see --help")
@@ -69,11 +81,10 @@ def parse(flags_type, default=None, hints=None):
     return flags
 
 
-def given(flags_type, hints=None, arguments=None):
+def given(flags_type, arguments=None):
     """The flags on the command line, {name: value}; "-" counts as "_" in a name. flags_type: a dataclass.
 
-    arguments: another command line, as a list. hints: {name: what to use instead} for flags that do not exist but that
-    people may try. Raises UserError as parse().
+    arguments: another command line, as a list. Raises UserError as parse().
     """
     import tyro  # slow to import
 
@@ -95,7 +106,7 @@ def given(flags_type, hints=None, arguments=None):
             raise
         raise UserError(message_in_box(printed.getvalue())) from None
     if rest:
-        raise UserError(unknown(rest[0], kinds, hints or {}))
+        raise UserError(f"{'; '.join(complaints(rest, kinds))}; see --help")
     return flags
 
 
@@ -119,21 +130,22 @@ def message_in_box(text):
     return f"{message.removeprefix('Error parsing ').rstrip('.')}; see --help"
 
 
-def unknown(argument, flags, hints):
-    """The error for an argument that is neither a flag nor a flag's value. flags: {name: type}; hints: of given()."""
-    spelled, equals, _ = argument.partition("=")
-    name = spelled.lstrip("-").replace("-", "_")
-    hint = hints.get(name) or hints.get(name.removeprefix("no_"))
-    if hint and (equals or argument.startswith("-")):  # nanoGPT has --NAME=VALUE
-        return f"{spelled}: {hint}"
-    if argument.startswith("--"):
-        near = difflib.get_close_matches(name, flags, n=1)
-        return f"{spelled}: there is no such flag{f', did you mean --{near[0]}?' if near else ''}; see --help"
-    if name in flags and (equals or argument.startswith("-")):
-        return f"{argument}: a flag starts with two dashes: --{argument.lstrip('-')}"
-    if argument.lower() in SWITCH_VALUES:
-        return f"{argument!r}: a switch has no value, --NAME turns it on and --no_NAME off"
-    return f"{argument!r} is neither a flag nor its value; see --help"
+def complaints(arguments, flags):
+    """What is wrong with each of the arguments that are neither flags nor flags' values. flags: {name: type}."""
+    value_may_follow = False
+    for argument in arguments:
+        spelled, equals, _ = argument.partition("=")
+        name = spelled.lstrip("-").replace("-", "_")
+        if argument.startswith("--"):
+            near = [NANOGPT[name]] if NANOGPT.get(name) in flags else difflib.get_close_matches(name, flags, n=1)
+            yield f"{spelled}: there is no such flag{f', did you mean --{near[0]}?' if near else ''}"
+        elif name in flags and (equals or argument.startswith("-")):
+            yield f"{argument}: a flag starts with two dashes: --{argument.lstrip('-')}"
+        elif argument.lower() in SWITCH_VALUES and not value_may_follow:
+            yield f"{argument!r}: a switch has no value, --NAME turns it on and --no_NAME off"
+        elif not value_may_follow:
+            yield f"{argument!r} is neither a flag nor its value"
+        value_may_follow = argument.startswith("-") and not equals
 
 
 def show_help(flags_type, default):

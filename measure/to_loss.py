@@ -19,7 +19,6 @@ from tqdm import tqdm
 from common.cli import flag, given, parse
 from common.device import choose_device_type
 from common.errors import UserError, run
-from common.flag_file import HINTS
 from config import GROUPS, SETTLING_STEPS, Config, command_line, defaults
 from measure import child_run, figures
 from measure.axes import read_recipe
@@ -77,7 +76,7 @@ class ToLossConfig(ToLoss, Config):
 
 
 def main():
-    typed = given(ToLossConfig, HINTS)
+    typed = given(ToLossConfig)
     base = defaults(typed | dict(ladder=True))
     # flags of a file or a run go before the demo's
     demo = DEMO if base.demo and not {"config", "resume"} & typed.keys() else {}
