@@ -1,6 +1,6 @@
 """How much GPU memory a step takes, and the largest micro-batch that fits."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 
@@ -14,9 +14,8 @@ from parallel.tensor import sequence_parts
 
 LARGEST_MICRO_BATCH = 128  # sequences; with 128 a step of 124M is 1.03 x as fast as with 64, on an H100
 LARGEST_IN_WARMUP = 64  # with batch_warmup_steps, which starts with one micro-batch on each rank
-USABLE = 0.85  # of free memory, while activations come and go; the rest is for fragments, cuBLAS and NCCL
-USABLE_WITHOUT_ACTIVATIONS = 0.95
-LOGIT_ROWS, FP8_LOGIT_ROWS = 4096, 8192  # of kernels/cross_entropy.py and kernels/fp8_head.py, which need Triton
+USABLE = 0.85  # of free memory; the rest is for fragments, cuBLAS and NCCL
+LOGIT_ROWS = 4096  # of kernels/cross_entropy.py, which needs Triton
 
 # Peak bytes of forward and backward: (per layer, token and unit of width), (the head, per token and vocabulary
 # entry), (attention without flash, per score in each layer). Fitted to peaks of GPT-2 124M on an H200, PyTorch 2.11.
@@ -45,30 +44,25 @@ def free_memory(distributed):
 
 
 def choose_micro_batch_size(config, distributed, free):
-    """The largest power of two, up to LARGEST_MICRO_BATCH or LARGEST_IN_WARMUP, that fits and divides the batch: (size,
-    reason).
+    """The largest power of two, up to LARGEST_MICRO_BATCH, that fits and divides the batch: (size, reason).
 
     free: bytes, as free_memory gives them. Raises UserError if no micro-batch size divides the batch.
     """
     check_batch(replace(config, micro_batch_size=1), distributed)
-    share = config.seq_len * distributed.data_size  # tokens of one sequence in every micro-batch
+    sequences = config.total_batch_size // (config.seq_len * distributed.data_size)  # of a rank in a step
     largest = LARGEST_IN_WARMUP if config.batch_warmup_steps else LARGEST_MICRO_BATCH
-    limit, reason = largest, f"the default on {distributed.device.type}"
-    if free is None:
-        limit = min(limit, 1024 // config.seq_len)  # on a CPU more tokens gain nothing
     if config.pipeline > 1:  # with 4 micro-batches for each stage the bubble is small (Huang et al. 2019, "GPipe")
-        limit = min(limit, config.total_batch_size // (share * 4 * config.pipeline))
-    powers = [2**i for i in range(largest.bit_length()) if 2**i <= max(1, limit)]
-    sizes = [size for size in powers if config.total_batch_size % (size * share) == 0]
-    if free is not None:
-        sizes = [b for b in sizes if step_memory(replace(config, micro_batch_size=b), distributed).fits(free)]
-        memory = f"the {free / 2**30:.0f} GB of free memory"
-        reason = f"the largest up to {largest} that divides the batch and fits {memory}"
-        if not sizes:
-            reason = f"the smallest, though it may not fit {memory}"
-    if config.pipeline > 1 and config.total_batch_size >= 4 * config.pipeline * share:
-        reason += f", as long as --pipeline {config.pipeline} has {4 * config.pipeline} micro-batches"
-    return max(sizes, default=1), reason
+        largest = min(largest, sequences // (4 * config.pipeline))
+    if free is None:  # on a CPU more tokens gain nothing
+        largest = min(largest, 1024 // config.seq_len)
+    sizes = [2**i for i in range(8) if 2**i <= max(1, largest) and sequences % 2**i == 0]
+    if free is None:
+        return sizes[-1], f"the default on {distributed.device.type}"
+    memory = f"the {free / 2**30:.0f} GB of free memory"
+    for size in reversed(sizes):
+        if peak_bytes(replace(config, micro_batch_size=size), distributed) <= USABLE * free:
+            return size, f"the largest up to {largest} that divides the batch and fits {memory}"
+    return 1, f"the smallest, though it may not fit {memory}"
 
 
 def check_batch(config, distributed):
@@ -93,54 +87,28 @@ def less_memory(micro_batch_size=1):
     return f"use {several}, --activation_checkpointing full, or a smaller --model or --seq_len"
 
 
-def count_params(config):
-    """Parameters without biases and LayerNorms: 12·L·C² + (V + T)·C."""
-    return 12 * config.n_layer * config.n_embd**2 + (VOCAB_SIZE + config.seq_len) * config.n_embd
-
-
-@dataclass(frozen=True)
-class StepMemory:
-    """What a GPU holds in a step, in bytes, by purpose."""
-
-    weights: float  # float32 master weights, and the weights that are gathered or cast to compute
-    gradients: float  # accumulated, and on their way to other GPUs
-    states: float  # the optimizer's
-    activations: float  # of all micro-batches in flight
-    logits: float  # of training; with --pipeline, or if evaluations take more, what they add to the activations
-    in_backward: float  # the most while activations exist
-    peak: float
-
-    def fits(self, free):
-        """Whether a step runs in `free` bytes."""
-        return self.in_backward <= USABLE * free and self.peak <= USABLE_WITHOUT_ACTIVATIONS * free
-
-
-def step_memory(config, distributed):
-    """The StepMemory of a Config with its sizes and micro_batch_size."""
-    params = params_of_rank(config)
-    shards = shard_group_size(config, distributed)
-    weights, gradients = bytes_of_weights(config, distributed)
-    states = bytes_of_states(config) / shards
-    activations, logits = bytes_of_activations(config)
-    if config.pipeline > 1:
-        # a schedule has buffers to receive every micro-batch and its gradient
-        width = 2 if config.bf16_residual else 4
-        buffers = 2 * width * config.n_embd * config.total_batch_size
-        activations += buffers / distributed.data_size / sequence_parts(config)
-    in_backward = peak = weights + gradients + states + activations + logits
+def peak_bytes(config, distributed):
+    """Bytes that a GPU holds at the peak of a step, for a Config with its sizes and micro_batch_size."""
+    params, shards = params_of_rank(config), shard_group_size(config, distributed)
+    states, activations = bytes_of_states(config) / shards, bytes_of_activations(config)
+    peak = bytes_of_weights(config, distributed) + states + activations
     accumulates = accumulation_steps(config.batch_warmup_steps, config, distributed.data_size) > 1
     if not accumulates and (is_sharded(config) or distributed.world_size == 1):
         # there are no gradients until backward, which makes them while it frees activations
-        in_backward = peak = in_backward - min(4 * params / shards, activations + logits)
-    elif config.compile and not is_sharded(config):
+        return peak - min(4 * params / shards, activations)
+    if config.compile and not is_sharded(config):
         # a compiled backward ends with all new gradients, beside the accumulated ones or DDP's buckets
-        peak = max(peak, (4 + 4 + 4) * params + states)
-    return StepMemory(weights, gradients, states, activations, logits, in_backward, peak)
+        return max(peak, (4 + 4 + 4) * params + states)
+    return peak
 
 
 def params_of_rank(config):
     """Parameters that --tensor and --pipeline leave a rank, the most of all ranks, before sharding."""
-    return params_of_embeddings(config) + max(blocks_of_stages(config)) * params_of_block(config)
+    return params_of_embeddings(config) + max(blocks_of_stages(config)) * 12 * config.n_embd**2 / config.tensor
+
+
+def params_of_embeddings(config):
+    return (VOCAB_SIZE + config.seq_len) * config.n_embd / config.tensor
 
 
 def compute_bytes(config):
@@ -148,31 +116,19 @@ def compute_bytes(config):
     return 4 if config.autocast == "off" else 2
 
 
-def params_of_embeddings(config):
-    return (VOCAB_SIZE + config.seq_len) * config.n_embd / config.tensor
-
-
-def params_of_block(config):
-    return 12 * config.n_embd**2 / config.tensor
-
-
 def bytes_of_weights(config, distributed):
-    """Bytes a rank holds for (weights, gradients): float32 master weights and compute weights; accumulated gradients
-    and those being reduced."""
-    params, embeddings = params_of_rank(config), params_of_embeddings(config)
-    width = compute_bytes(config)
-    if not is_sharded(config):
-        # float32 weights, and the 16-bit copies that autocast makes of them
-        return (4 + (width if width < 4 else 0)) * params, 4 * params
+    """Bytes of a rank's weights, in float32 and to compute with, and gradients, accumulated and being reduced."""
+    params, embeddings, width = params_of_rank(config), params_of_embeddings(config), compute_bytes(config)
+    if not is_sharded(config):  # in float32, and the 16-bit copies that autocast makes of the weights
+        return (4 + 4 + (width if width < 4 else 0)) * params
     own = 4 * params / shard_group_size(config, distributed)
-    if config.pipeline > 1:
-        # FSDP keeps the weights gathered and accumulates whole gradients in float32 until the last micro-batch
-        return own + width * params, 4 * params
-    unit = blocks_together(config) * params_of_block(config)
+    if config.pipeline > 1:  # weights stay gathered, gradients whole and in float32, until the last micro-batch
+        return own + (width + 4) * params
+    unit = blocks_together(config) * 12 * config.n_embd**2 / config.tensor
     # one unit computes, one is prefetched
     gathered = params if config.parallel in ("ddp", "zero2") else embeddings + 2 * unit
     reduced = max(unit, embeddings)  # a unit's gradients, and their float32 copy for the reduce-scatter
-    return own + width * gathered, own + (width + 4) * reduced
+    return 2 * own + width * gathered + (width + 4) * reduced
 
 
 def bytes_of_states(config):
@@ -183,15 +139,10 @@ def bytes_of_states(config):
 
 
 def bytes_of_activations(config):
-    """Peak bytes of (activations, logits) in training, or what an evaluation's logits add to them, if that is more.
-
-    Activations are those of the rank with most, a pipeline's first; logits are what they add to these.
-    """
-    tokens = config.micro_batch_size * config.seq_len
-    half = config.autocast != "off"
-    layer, head, score = PEAK_BYTES[config.compile, half]
+    """Peak bytes of activations and logits, of training or an evaluation, on the rank with most."""
+    tokens, width = config.micro_batch_size * config.seq_len, compute_bytes(config)
+    layer, head, score = PEAK_BYTES[config.compile, width == 2]
     layer = config.n_embd * layer + (0 if config.flash else config.n_head * config.seq_len * score)
-    width = compute_bytes(config)
     if config.tensor > 1:  # each rank has a part of everything but the inputs of c_attn and c_fc
         head = max(head, LOSS_PARALLEL_BYTES) / config.tensor
         layer = layer / config.tensor + 2 * width * config.n_embd
@@ -199,26 +150,21 @@ def bytes_of_activations(config):
         layer += width * config.n_embd
     kept, recomputed = layer, 0  # bytes per token: of each block in flight; of the one block being recomputed
     if config.activation_checkpointing != "off":
-        # each block's input; with "selective" also the outputs of GEMMs and attention, 10 C (8 C compiled: backward
-        # reads neither c_proj's output), and of --context's all-to-alls, 4 C; plus one block being recomputed
+        # each block's input; with "selective" also the outputs of GEMMs and attention, 8 C, and of --context's
+        # all-to-alls, 4 C; plus one block being recomputed
         of_block = 2 if config.bf16_residual else 4  # bytes for each unit of width
         if config.activation_checkpointing == "selective":
-            of_block += (8 if config.compile else 10) * width + (4 * width if config.context > 1 else 0)
+            of_block += (12 if config.context > 1 else 8) * width
         kept, recomputed = config.n_embd * of_block / sequence_parts(config), layer
     of_ranks = [tokens * (blocks * kept + recomputed) / config.context for blocks in blocks_in_flight(config)]
     if config.fused_cross_entropy:
         # the rows of one chunk of logits, the embedding table in their dtype, and its float32 gradient
-        rows = min(FP8_LOGIT_ROWS if config.fp8_head else LOGIT_ROWS, tokens / config.context)
+        rows = min(LOGIT_ROWS, tokens / config.context)
         logits = VOCAB_SIZE * (width * (rows + config.n_embd) + 4 * config.n_embd)
-        if config.fp8_head:  # softmax and the table in float8, each in two layouts
-            logits += 2 * VOCAB_SIZE * (rows + config.n_embd)
     else:
         logits = tokens * VOCAB_SIZE * head / config.context
-    # evaluation splits no sequence. It returns each token's loss and so holds all logits: 2 bytes compiled, 11 with
-    # eager float32 copies
-    evaluation = tokens * VOCAB_SIZE * (2 if config.compile else 11) * (1 if half else 2) / config.tensor
-    if not (config.val_every or config.hellaswag_every):
-        evaluation = 0
-    # a pipeline's last rank has the logits, and the fewest micro-batches in flight: logits may add nothing
-    most, last = max(of_ranks), of_ranks[-1]
-    return most, max(logits + last - most, evaluation - most, 0)
+    # an evaluation splits no sequence, and needs all logits: 2 bytes compiled, 11 with eager float32 copies
+    evaluates = config.val_every > 0 or config.hellaswag_every > 0
+    evaluation = evaluates * tokens * VOCAB_SIZE * (1 if config.compile else 5.5) * width / config.tensor
+    # a pipeline's last rank has the logits, and the fewest micro-batches in flight
+    return max(*of_ranks, of_ranks[-1] + logits, evaluation)

@@ -14,7 +14,7 @@ from model import GPTConfig
 from optim import schedules
 from optim.optimizer import OPTIMIZERS
 from optim.schedules import TINY
-from parallel.memory import bytes_of_weights, choose_micro_batch_size, count_params
+from parallel.memory import bytes_of_weights, choose_micro_batch_size, params_of_rank
 from parallel.process_group import Distributed
 
 DEMO = Config(**schedules.DEMO)
@@ -79,8 +79,8 @@ def test_the_micro_batch_fits_and_divides():
     ]
     assert sizes == sorted(sizes) and sizes[0] < sizes[-1]
     distributed, config = Distributed(0, 4, torch.device("cuda")), Config(**large, parallel="zero2")
-    bf16, float32 = (sum(bytes_of_weights(replace(config, autocast=a), distributed)) for a in ("bf16", "off"))
-    assert float32 - bf16 > 2 * count_params(config)  # gathered in float32
+    bf16, float32 = (bytes_of_weights(replace(config, autocast=a), distributed) for a in ("bf16", "off"))
+    assert float32 - bf16 > 2 * params_of_rank(config)  # gathered in float32
 
 
 def test_a_gpu_without_bf16_gets_fp16(monkeypatch):
