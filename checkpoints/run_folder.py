@@ -118,6 +118,7 @@ def step_of(path):
 def set_aside_newer(folder, step):
     """Rename a run's checkpoints after `step` to *.abandoned, after copying its logs, which the caller then cuts.
 
+    Returns these checkpoints.
     The newest checkpoint goes first: after an interruption the logs cover all checkpoints that are left.
     """
     newer = [path for path in checkpoints_of(folder) if step_of(path) > step]
@@ -127,6 +128,7 @@ def set_aside_newer(folder, step):
     for path in newer:
         aside = path.rename(unused_name(path.with_name(path.name + ".abandoned")))
         print(f"{path} is newer than step {step}: renamed to {aside.name}")
+    return newer
 
 
 def unused_name(path):

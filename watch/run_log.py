@@ -1,11 +1,9 @@
 """RunLog: the folder of a run (its flags and facts, log.txt, metrics.jsonl), what training prints, the wandb page."""
 
-import collections
 import contextlib
 import json
 import math
 import os
-import statistics
 import time
 from pathlib import Path
 
@@ -28,10 +26,8 @@ from config import GROUPS, chosen_flags
 from data.shards import dataset_name
 from watch.hardware import environment, mfu, peak_flops, peak_memory
 from watch.ranks import slowest
+from watch.wandb_page import WandbPage
 
-SPIKE = 5  # a loss this many standard deviations above the mean of the last SPIKE_WINDOW losses is marked
-SPIKE_WINDOW = 100
-MIN_SPIKE_WINDOW = 20  # with fewer losses the standard deviation says little
 WAITING = 2**24  # bytes of a log that wait in memory while the disk is full: those of some 50,000 steps
 
 
@@ -56,11 +52,7 @@ class RunLog:
         self.flops_per_token = flops_per_token
         self.peak_flops = peak_flops(device) * distributed.world_size
         self.first_step = training["step"] if training else 0
-        self.wandb = None
-        if config.wandb != "disabled":
-            from watch.wandb_page import WandbPage
-
-            self.wandb = WandbPage(config)
+        self.wandb = WandbPage(config)
         kind = "demo" if config.demo else config.model if config.init_from == "scratch" else Path(config.init_from).name
         self.folder = make_folder(config.log_dir, config.run_name, kind)
         try:
@@ -70,13 +62,14 @@ class RunLog:
             self.facts |= environment(device) | dict(launch=launch_id(), finished=False, wandb_id=None)
             self.facts["dataset"] = dataset_name(config.data_dir)
             if training and earlier:
-                set_aside_newer(self.folder, self.first_step)
-                # resume: where a branch began; its command may be repeated
-                self.facts |= dict(resume=earlier.get("resume"), wandb_id=earlier.get("wandb_id"))
+                goes_back = set_aside_newer(self.folder, self.first_step)
+                # wandb's step cannot decrease, so a run that goes back has a new page
+                self.facts["wandb_id"] = None if goes_back else earlier.get("wandb_id")
+                self.facts["resume"] = earlier.get("resume")  # where a branch began; its command may be repeated
             self._write_facts()
             self.log_txt, lines = self._open("log.txt", parse_log_line, training)
             self.metrics_jsonl, _ = self._open("metrics.jsonl", parse_metrics_line, training)
-            if self.wandb and (wandb_id := self.wandb.start(self.folder, self.facts)):
+            if wandb_id := self.wandb.start(self.folder, self.facts):
                 self.facts["wandb_id"] = wandb_id
                 self._write_facts()
         except OSError as error:
@@ -84,14 +77,12 @@ class RunLog:
                 f"cannot write the run's folder {self.folder}: {error.strerror}; choose another --log_dir"
             ) from error
         self.val_losses = {step: value for step, stream, value in lines if stream == "val"}
-        train_losses = [value for _, stream, value in lines if stream == "train" and math.isfinite(value)]
-        self._losses = collections.deque(train_losses, maxlen=SPIKE_WINDOW)
         self._first_end = None  # (step, time) of the end of this process's first step
         self._error = None  # the OSError of the last attempt to write the folder
 
     def where_to_watch(self):
         """One line: where wandb's page is, or the path of metrics.jsonl."""
-        return (self.wandb and self.wandb.where_to_watch()) or f"{self.folder}/metrics.jsonl"
+        return self.wandb.where_to_watch() or f"{self.folder}/metrics.jsonl"
 
     def train_step(self, step, tokens, result, bad_steps=0):
         """Print and log a step that has just ended, a train_gpt2.StepResult.
@@ -102,7 +93,6 @@ class RunLog:
         loss, rate = result.loss, result.tokens / result.seconds
         utilization = mfu(rate, self.flops_per_token, self.peak_flops)
         of_ranks, slow_rank = slowest(result.own_ms)
-        spike = self._spike(loss)
         self._print(
             step,
             f"loss {loss:.6f} | lr {result.lr:.4e} | norm {result.grad_norm:.4f} | {result.seconds * 1000:.2f} ms",
@@ -111,11 +101,10 @@ class RunLog:
             self._time_left(step),
             slow_rank,
             bad_steps and f"not finite, skipped ({bad_steps} in a row)",
-            spike and f"spike, {spike:.0f} standard deviations",
         )
         values = dict(train_loss=loss, lr=result.lr, grad_norm=result.grad_norm, step_ms=result.seconds * 1000)
         values |= dict(tokens_per_sec=rate, mfu=utilization, peak_gb=peak_memory(self.device), **of_ranks)
-        rare = dict(bad_steps=bad_steps or None, spike=spike, loss_scale=result.loss_scale)
+        rare = dict(bad_steps=bad_steps or None, loss_scale=result.loss_scale)
         values |= {name: value for name, value in rare.items() if value is not None}
         self._record(step, tokens, values, f"{step} train {loss:.6f}\n")
 
@@ -153,8 +142,7 @@ class RunLog:
             self._error = error
         self.log_txt.close()
         self.metrics_jsonl.close()
-        if self.wandb:
-            self.wandb.finish()
+        self.wandb.finish()
         self._lock.close()
 
     def check_complete(self):
@@ -211,8 +199,7 @@ class RunLog:
 
     def _record(self, step, tokens, values, line=""):
         """Write values to metrics.jsonl and to wandb, and line to log.txt."""
-        if self.wandb:
-            self.wandb.log(step, tokens, values)
+        self.wandb.log(step, values)
         # JSON has no NaN and no infinity
         values = {name: None if isinstance(v, float) and not math.isfinite(v) else v for name, v in values.items()}
         self.log_txt.add(line)
@@ -230,16 +217,6 @@ class RunLog:
             self._error = error
             if not before:
                 print(f"cannot write {self.folder} ({error.strerror}): training goes on, log lines wait in memory")
-
-    def _spike(self, loss):
-        """The loss's distance from the mean of the last losses, in standard deviations, if it is a spike, else None."""
-        if not math.isfinite(loss):
-            return None
-        distance = 0
-        if len(self._losses) >= MIN_SPIKE_WINDOW and (deviation := statistics.pstdev(self._losses)):
-            distance = (loss - statistics.fmean(self._losses)) / deviation
-        self._losses.append(loss)
-        return distance if distance > SPIKE else None
 
     def _time_left(self, step):
         """The time to the end of the run, at the mean pace (evaluations and checkpoints included) since the end of this

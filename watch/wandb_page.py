@@ -16,28 +16,25 @@ class WandbPage:
         self.project = config.wandb_project
         self.run = None  # wandb's own run object, or None without a page
         mode = os.environ.get("WANDB_MODE") or "auto" if config.wandb == "auto" else config.wandb
-        self.modes = [] if mode == "disabled" else ["offline"]  # of the page; after an error, the next
-        if mode in ("auto", "online") and self._logged_in(mode):
-            self.modes.insert(0, "online")
+        self._modes = [] if mode == "disabled" else ["offline"]  # of the page; after an error, the next
+        self._why_offline = None
+        if mode in ("auto", "online"):
+            self._why_offline = self._login_problem()
+            if not self._why_offline:
+                self._modes.insert(0, "online")
+            elif mode == "online":
+                login = python_command("-m", "wandb", "login")
+                raise UserError(f"wandb cannot be online ({self._why_offline}): run `{login}` or use --wandb offline")
 
-    def _logged_in(self, mode):
+    def _login_problem(self):
+        """Why wandb cannot be online, or None. It does not ask wandb's server."""
         try:
             import wandb  # takes a second
-            from wandb.errors import AuthenticationError
-        except ImportError:
-            return False  # start() says it
-        try:
-            if wandb.login(prompt=False):
-                return True
-            problem = "it is not logged in"
-        except AuthenticationError as error:
-            problem = first_line(error)
-        except Exception as error:  # no network
-            return self.lose(error, "online")
-        if mode == "online":
-            login = python_command("-m", "wandb", "login")
-            raise UserError(f"wandb cannot be online ({problem}): run `{login}` or use --wandb offline")
-        return False
+
+            wandb.setup(wandb.Settings(silent=True))
+            return None if wandb.login(prompt=False, verify=False) else "it is not logged in"
+        except Exception as error:  # a malformed key
+            return first_line(error)
 
     def start(self, folder, facts):
         """Open the page; returns its id, or None without a page.
@@ -45,8 +42,9 @@ class WandbPage:
         folder: the run's, which takes wandb's local files. facts is shown as the run's configuration;
         facts["wandb_id"] names a page to continue, or is None. The environment variable WANDB_RUN_GROUP names a group.
         """
-        self.folder = folder / "wandb"
-        for mode in self.modes:
+        self._folder = folder / "wandb"
+        timeout = float(os.environ.get("WANDB_INIT_TIMEOUT", 30))  # seconds that the server has to answer
+        for mode in self._modes:
             try:
                 import wandb
 
@@ -59,60 +57,52 @@ class WandbPage:
                     mode=mode,
                     dir=folder,
                     config=facts,
-                    settings=wandb.Settings(silent=True, init_timeout=60),
+                    settings=wandb.Settings(silent=True, init_timeout=timeout),
                 )
-                # A metric of our own as the x axis: wandb's step cannot decrease, as on a resume
-                self.run.define_metric("step", hidden=True)
-                self.run.define_metric("tokens", hidden=True)
-                self.run.define_metric("*", step_metric="step")
-                self.run.define_metric("loss/*", step_metric="tokens")
                 return self.run.id
             except Exception as error:
-                self.lose(error, mode)
+                self._lose(error, mode)
         return None
 
-    def log(self, step, tokens, values):
+    def log(self, step, values):
         """Send a row of metrics.jsonl: train_NAME and what else a step has as train/NAME, evaluations as val/NAME."""
-        group = "train" if "train_loss" in values else "val"
-        page = dict(step=step, tokens=tokens)
+        if self.run is None:
+            return
+        group, page = "train" if "train_loss" in values else "val", {}
         for name, value in values.items():
             if name == "own_ms":
                 page |= {f"ranks/own_ms_{rank}": ms for rank, ms in enumerate(value)}
             elif isinstance(value, int | float):
                 page[f"{group}/{name.removeprefix(f'{group}_')}"] = value
-        if f"{group}_loss" in values:
-            page[f"loss/{group}"] = values[f"{group}_loss"]
-
-        def send(run):
+        with self._errors_end_it():
             if "samples" in values:
                 for text in values["samples"]:
                     self._samples.add_data(step, text)
                 page["val/samples"] = self._samples
-            run.log(page)
-
-        self.attempt(send)
+            self.run.log(page, step=step, commit=group == "train")  # evaluations come before the training step
 
     def finish(self):
-        self.attempt(lambda run: run.finish())
+        if self.run is not None:
+            with self._errors_end_it():
+                self.run.finish()
 
-    def attempt(self, send):
-        """Call send(wandb's run) if there is a page; an error of it ends the page."""
+    @contextlib.contextmanager
+    def _errors_end_it(self):
         try:
-            if self.run is not None:
-                send(self.run)
+            yield
         except Exception as error:
-            self.lose(error)
+            self._lose(error)
 
-    def lose(self, error, mode="run"):
-        """Go on without the page after an error."""
+    def _lose(self, error, mode=None):
+        """Go on without the page after an error. mode: that of a page that could not be opened."""
         self.run = None
         if isinstance(error, ConnectionResetError | BrokenPipeError):  # wandb's service has died
             import wandb
 
             with contextlib.suppress(OSError):
                 wandb.teardown()  # else wandb prints the same error, in 30 lines, at exit
-        reason = f"{type(error).__name__}: {first_line(error)}"
-        print(f"wandb {mode} failed ({reason}); the run goes on without it, its folder has everything")
+        then = "it records offline" if mode == "online" else "the run goes on without it, its folder has everything"
+        print(f"wandb {mode or 'run'} failed ({type(error).__name__}: {first_line(error)}); {then}")
 
     def where_to_watch(self):
         """The page's URL, the commands that show and upload an offline run, or None without a page."""
@@ -121,5 +111,6 @@ class WandbPage:
         if not self.run.offline:
             return self.run.url
         # each resume adds a folder with the same id, and the upload makes one page of them, in order of time
-        show, upload = (python_command("-m", "wandb", verb, self.folder) for verb in ("leet", "sync"))
-        return f"{show} (upload: {upload}/offline-run-*)"
+        show, upload = (python_command("-m", "wandb", verb, self._folder) for verb in ("leet", "sync"))
+        why = f"offline, since {self._why_offline}; " if self._why_offline else ""
+        return f"{show} ({why}upload: {upload}/offline-run-*)"

@@ -181,29 +181,6 @@ def test_a_folder_is_one_runs_at_a_time(tmp_path):
     log.close(finished=False)
 
 
-def test_spikes_are_marked(tmp_path, capsys):
-    log = make_log(tmp_path)
-    for step in range(30):
-        train_step(log, step, 3.0 + 0.01 * (step % 2))
-    train_step(log, 30, 4.0)
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[-1].endswith(" | spike, 199 standard deviations")
-    assert not any("spike" in line for line in lines[:-1])
-    assert [row.get("spike") for row in read_rows(tmp_path / "run")] == [None] * 30 + [pytest.approx(199)]
-    train_step(log, 31, math.inf)  # not finite: the line says so
-    assert "spike" not in capsys.readouterr().out
-
-
-def test_a_resumed_run_knows_the_losses_before(tmp_path, capsys):
-    log = make_log(tmp_path)
-    for step in range(30):
-        train_step(log, step, math.nan if step == 5 else 3.0 + 0.01 * (step % 2))
-    log.close(finished=False)
-    log = make_log(tmp_path, tmp_path / "run" / "checkpoint_000030", dict(step=30))
-    train_step(log, 30, 4.0)
-    assert "spike" in capsys.readouterr().out.splitlines()[-1]
-
-
 @contextlib.contextmanager
 def no_file_beyond(size):
     """A disk that takes a file's bytes up to this size, and then fails. With capsys: pytest prints to a file too."""
