@@ -44,13 +44,15 @@ class GPTConfig:
 
 
 def causal_attention(q, k, v, mask=None):
-    """softmax(q kᵀ / √D) v with the (T, S) matrix in memory. q (B, H, T, D), k and v (B, H, S, D).
+    """softmax(q kᵀ / √D) v with the (T, S) matrix in memory. q (B, H, T, D) of the last T of S tokens, k and v
+    (B, H, S, D).
 
-    mask (T, S) or (B, 1, T, S) bool: True hides a key; by default the causal mask.
+    mask (B, 1, T, S) bool: True hides a key; by default the causal mask.
     """
     scores = (q @ k.transpose(-2, -1)) / math.sqrt(q.size(-1))  # (B, H, T, S)
     if mask is None:
-        mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
+        T, S = scores.shape[-2:]
+        mask = torch.ones(T, S, dtype=torch.bool, device=q.device).triu(1 + S - T)
     scores = scores.masked_fill(mask, float("-inf"))
     return F.softmax(scores, dim=-1).to(v.dtype) @ v  # (B, H, T, D)
 
@@ -79,17 +81,14 @@ class CausalSelfAttention(nn.Module):
             y = varlen_attn(q, k, v, documents.offsets, documents.offsets, T, T, window_size=(-1, 0))  # causal
             return self.c_proj(y.reshape(B, T, C))
         q, k, v = (part.view(B, T, n_head, -1).transpose(1, 2) for part in qkv.split(C, dim=2))  # (B, H, T, C/H)
-        k, v, mask = past.append(k, v) if past else (k, v, documents.hidden)
+        k, v = past.append(k, v) if past else (k, v)
         # flash: one kernel that never writes the (T, T) matrix to memory (Dao et al. 2022)
-        flash = self.attention != "written_out"
-        if flash and mask is None:
-            y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        elif flash and not past:
-            y = F.scaled_dot_product_attention(q, k, v, attn_mask=~mask)
+        if self.attention != "written_out" and k.size(2) == T:
+            mask = None if documents.hidden is None else ~documents.hidden
+            y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)
         else:
-            y = causal_attention(q, k, v, mask)
-        y = y.transpose(1, 2).reshape(B, T, C)
-        return self.c_proj(y)
+            y = causal_attention(q, k, v, documents.hidden)
+        return self.c_proj(y.transpose(1, 2).reshape(B, T, C))
 
 
 class MLP(nn.Module):
@@ -130,43 +129,31 @@ class Block(nn.Module):
 
 
 class Cache:
-    """The KV cache: keys and values of earlier tokens, in static buffers (B, H, capacity, D) for each layer.
+    """The KV cache: keys and values of earlier tokens."""
 
-    Its length is a tensor, so that a decoding step recorded as a CUDA graph can be replayed for every token.
-    """
-
-    def __init__(self, n_layer, capacity, device):
-        self.length = torch.zeros(1, dtype=torch.long, device=device)
-        self.slots = torch.arange(capacity, device=device)
-        self.layers = [PastKeysValues(self) for _ in range(n_layer)]
+    def __init__(self, n_layer, device):
+        self.layers = [PastKeysValues() for _ in range(n_layer)]
+        self.length, self.device = 0, device
 
     def reserve(self, T):
-        """Reserve slots for T tokens. Returns their positions, (T,)."""
-        self.positions = self.slots[:T] + self.length
+        """Count T more tokens. Returns their positions, (T,)."""
+        self.positions = torch.arange(self.length, self.length + T, device=self.device)
         self.length += T
-        self.hidden = self.slots > self.positions[:, None]  # (T, capacity): later tokens, and empty slots
         return self.positions
 
 
 class PastKeysValues:
     """One layer of a Cache."""
 
-    def __init__(self, cache):
-        self.cache = cache
+    def __init__(self):
         self.k = self.v = None
 
     def append(self, k, v):
-        """Store keys and values, (B, H, T, D) each. Returns (keys, values, mask) to attend to.
-
-        The first call returns its k and v, and no mask; later calls the buffers and a (T, capacity) bool mask.
-        """
-        B, H, T, D = k.shape
-        first = self.k is None
-        if first:  # zeros, not uninitialized memory: attention multiplies masked values by 0
-            self.k, self.v = (x.new_zeros(B, H, len(self.cache.slots), D) for x in (k, v))
-        self.k.index_copy_(2, self.cache.positions, k)
-        self.v.index_copy_(2, self.cache.positions, v)
-        return (k, v, None) if first else (self.k, self.v, self.cache.hidden)
+        """Add the keys and values of T tokens, (B, H, T, D) each. Returns all so far, (B, H, S, D)."""
+        if self.k is not None:
+            k, v = torch.cat((self.k, k), dim=2), torch.cat((self.v, v), dim=2)
+        self.k, self.v = k, v
+        return k, v
 
 
 class GPT(nn.Module):
@@ -274,6 +261,6 @@ class GPT(nn.Module):
         loss = F.cross_entropy(logits.flatten(0, -2), targets.flatten(), ignore_index=-1, reduction=reduction)
         return loss if reduction == "mean" else loss.view_as(targets)
 
-    def new_cache(self, capacity):
-        """An empty KV cache for forward, with room for `capacity` tokens."""
-        return Cache(self.config.n_layer, capacity, next(self.parameters()).device)
+    def new_cache(self):
+        """An empty KV cache for forward."""
+        return Cache(self.config.n_layer, next(self.parameters()).device)

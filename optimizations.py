@@ -48,18 +48,13 @@ class Optimization:
             return getattr(config, self.flag) in self.on
         return any(getattr(config, flag) != value for flag, value in self.off.items())
 
-    def command(self):
-        """What turns it on, as one types it."""
-        value = "" if not self.on else f" {self.name}" if self.name in self.on else f" {self.on[0]}"
-        return "torchrun" if self.name == "ddp" else f"--{self.flag}{value}"
-
 
 def switch(name, help, **facts):
     return Optimization(name, {name: False} | facts.pop("off", {}), help=help, **dict(rung=name) | facts)
 
 
 OPTIMIZATIONS = (
-    switch("tf32", "float32 GEMMs on tensor cores in TensorFloat-32", needs=needs.tf32_gpu, changes="rounding"),
+    switch("tf32", "float32 GEMMs on tensor cores in TensorFloat-32", needs=needs.ampere, changes="rounding"),
     Optimization(
         "bf16", dict(autocast="off"), "autocast {autocast}", "GEMMs and attention in 16 bits",
         needs=needs.bf16_instructions, changes="rounding",

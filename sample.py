@@ -55,11 +55,11 @@ def generate(model, tokens, max_new_tokens, **options):
     position embeddings are absolute. Raises UserError if the logits are not finite.
     """
     seq_len = model.config.seq_len
-    cache = model.new_cache(min(seq_len, tokens.size(1) + max_new_tokens))
+    cache = model.new_cache()
     new = tokens
     for _ in range(max_new_tokens):
         if tokens.size(1) > seq_len:
-            cache, new = model.new_cache(seq_len), tokens[:, -seq_len:]
+            cache, new = model.new_cache(), tokens[:, -seq_len:]
         logits = model(new, cache=cache)[:, -1]
         if not logits.isfinite().all():  # drawing from NaN is an assertion that ends a GPU's process
             raise UserError("the model's logits are not finite: if its training diverged, use an earlier checkpoint")

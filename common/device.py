@@ -23,17 +23,18 @@ def choose_device_type(choice):
 
 
 def missing_compiler(device):
-    """What torch.compile lacks on this machine, or None: a C compiler for Triton, a C++ compiler on a CPU, or Python's
-    headers."""
-    if device.type == "cuda" and not any(map(shutil.which, (os.environ.get("CC", ""), "gcc", "clang"))):
-        return "a C compiler (gcc)"
+    """Why torch.compile and Triton cannot compile for a device, or None."""
     cxx = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")  # as torch._inductor.config.cpp.cxx
-    if device.type != "cuda" and not shutil.which(cxx):
-        return f"a C++ compiler ({cxx})"
     # Debian's headers, as Triton finds them
     scheme = sysconfig.get_default_scheme().replace("posix_local", "posix_prefix")
-    headers = Path(sysconfig.get_path("include", scheme), "Python.h")
-    return None if headers.exists() else "Python's headers (python3-dev)"
+    missing = None
+    if device.type == "cuda" and not any(map(shutil.which, (os.environ.get("CC", ""), "gcc", "clang"))):
+        missing = "a C compiler (gcc)"
+    elif device.type != "cuda" and not shutil.which(cxx):
+        missing = f"a C++ compiler ({cxx})"
+    elif not Path(sysconfig.get_path("include", scheme), "Python.h").exists():
+        missing = "Python's headers (python3-dev)"
+    return missing and f"torch.compile and Triton need {missing}, and this machine has none"
 
 
 @functools.cache

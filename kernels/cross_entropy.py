@@ -26,8 +26,13 @@ def fused_cross_entropy(x, weight, targets, vocab_size):
     """
     if torch.is_autocast_enabled(x.device.type):
         x = x.to(torch.get_autocast_dtype(x.device.type))
+    return mean_cross_entropy(summed_cross_entropy, x, weight, targets, vocab_size)
+
+
+def mean_cross_entropy(summed, x, weight, targets, vocab_size):
+    """fused_cross_entropy by an operator that sums it."""
     rows = x.flatten(0, -2).contiguous()  # (N, C)
-    total = summed_cross_entropy(rows, weight, targets.flatten().contiguous(), vocab_size)[0]
+    total = summed(rows, weight, targets.flatten().contiguous(), vocab_size)[0]
     return total / (targets != IGNORE_INDEX.value).sum()
 
 
@@ -59,7 +64,7 @@ def summed_cross_entropy(
 
 
 @summed_cross_entropy.register_fake
-def _(x, weight, targets, vocab_size):
+def empty_results(x, weight, targets, vocab_size):
     return x.new_empty((), dtype=torch.float32), torch.empty_like(x), torch.empty_like(weight)
 
 

@@ -140,16 +140,19 @@ class MLP(ScaledModule):
 # micro-batch: forward measures the activations', backward the gradients', and returns all as the gradient of `amax`
 
 
-def float8_gemm(a8, b8, scale_a, scale_b, dtype, bias=None, fast_accumulation=False):
+def float8_gemm(a8, b8, scale_a, scale_b, dtype, bias=None, fast_accumulation=False, out=None, add=False):
     """scale_a scale_b (a bᵀ) + bias in dtype, for float8 a (N, K) and b (M, K).
 
-    fast_accumulation sums in fewer bits: accurate enough for activations, not for gradients.
+    fast_accumulation sums in fewer bits: accurate enough for activations, not for gradients. out (N, M): the tensor to
+    write, or with `add` to add to.
     """
-    out = torch.empty(len(a8), len(b8), dtype=dtype, device=a8.device)
+    if out is None:
+        out = torch.empty(len(a8), len(b8), dtype=dtype, device=a8.device)
     options = dict(scale_a=scale_a, scale_b=scale_b, bias=bias)
-    if cublaslt.gemm(a8, b8.t(), out, fast_accumulation=fast_accumulation, **options):
-        return out
-    return torch._scaled_mm(a8, b8.t(), **options, out_dtype=dtype, use_fast_accum=fast_accumulation)
+    if not cublaslt.gemm(a8, b8.t(), out, fast_accumulation=fast_accumulation, add=add, **options):
+        product = torch._scaled_mm(a8, b8.t(), **options, out_dtype=dtype, use_fast_accum=fast_accumulation)
+        out.copy_(out + product if add else product)
+    return out
 
 
 @torch.library.custom_op("gpt2::fp8_linear", mutates_args=())

@@ -26,16 +26,10 @@ def quantize(x, scale, amax=None, column_sums=False, out=None):
     Returns the float8 matrix (N, C), its transpose (C, N), and with column_sums the float32 column sums of x (C,), else
     None.
     """
-    x = x.contiguous()
-    N, C = x.shape
-    grid = (triton.cdiv(N, 4 * QUADS), triton.cdiv(C, COLUMNS))
-    x8, x8_t = out or empty_float8_pair(x)
-    sums = torch.empty(grid[0], C, dtype=torch.float32, device=x.device) if column_sums else None
-    quantize_kernel[grid](
-        x, x8, as_words(x8_t), scale, amax, sums, N, N // 4, C, SUM=column_sums, QUADS=QUADS, COLUMNS=COLUMNS,
-        num_warps=4,
-    )  # fmt: skip
-    return x8, x8_t, sums.sum(0) if column_sums else None
+    out = out or empty_float8_pair(x)
+    sums = empty_sums(x) if column_sums else None
+    launch(quantize_kernel, [x.contiguous()], out, scale, amax, sums, SUM=column_sums)
+    return *out, sums.sum(0) if column_sums else None
 
 
 def gelu(h, bias, scale, amax):
@@ -43,13 +37,9 @@ def gelu(h, bias, scale, amax):
 
     Returns the float8 matrix (N, C) and its transpose (C, N).
     """
-    h = h.contiguous()
-    N, C = h.shape
-    a8, a8_t = empty_float8_pair(h)
-    bias_gelu_kernel[(triton.cdiv(N, 4 * QUADS), triton.cdiv(C, COLUMNS))](
-        h, bias, a8, as_words(a8_t), scale, amax, N, N // 4, C, QUADS=QUADS, COLUMNS=COLUMNS, num_warps=4
-    )
-    return a8, a8_t
+    out = empty_float8_pair(h)
+    launch(bias_gelu_kernel, [h.contiguous(), bias], out, scale, amax)
+    return out
 
 
 def gelu_backward(h, bias, da, scale, amax):
@@ -57,14 +47,9 @@ def gelu_backward(h, bias, da, scale, amax):
 
     Returns the pair of dh, (N, C) and transposed (C, N), and the gradient of bias, (C,) float32.
     """
-    h, da = h.contiguous(), da.contiguous()
-    N, C = h.shape
-    dh8, dh8_t = empty_float8_pair(h)
-    sums = torch.empty(triton.cdiv(N, 4 * QUADS), C, dtype=torch.float32, device=h.device)
-    bias_gelu_backward_kernel[(len(sums), triton.cdiv(C, COLUMNS))](
-        h, bias, da, dh8, as_words(dh8_t), scale, amax, sums, N, N // 4, C, QUADS=QUADS, COLUMNS=COLUMNS, num_warps=4
-    )
-    return (dh8, dh8_t), sums.sum(0)
+    out, sums = empty_float8_pair(h), empty_sums(h)
+    launch(bias_gelu_backward_kernel, [h.contiguous(), bias, da.contiguous()], out, scale, amax, sums)
+    return out, sums.sum(0)
 
 
 def empty_float8_pair(x):
@@ -72,9 +57,18 @@ def empty_float8_pair(x):
     return tuple(torch.empty(size, dtype=torch.float8_e4m3fn, device=x.device) for size in (x.shape, x.shape[::-1]))
 
 
-def as_words(x):
-    """The bytes of a float8 matrix as 32-bit words, as store_quads writes them."""
-    return x.view(torch.int32)
+def empty_sums(x):
+    """Uninitialized column sums of each row of tiles of x (N, C)."""
+    return torch.empty(triton.cdiv(len(x), 4 * QUADS), x.size(1), dtype=torch.float32, device=x.device)
+
+
+def launch(kernel, inputs, out, *others, **options):
+    """Start a kernel for each tile. inputs: a matrix (N, C) comes first. out: from empty_float8_pair."""
+    N, C = inputs[0].shape
+    words = out[1].view(torch.int32)  # as store_quads writes them
+    kernel[(triton.cdiv(N, 4 * QUADS), triton.cdiv(C, COLUMNS))](
+        *inputs, out[0], words, *others, N, N // 4, C, QUADS=QUADS, COLUMNS=COLUMNS, num_warps=4, **options
+    )
 
 
 # ----------------------------------------------------------------------------------------------------------------------

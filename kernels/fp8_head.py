@@ -16,33 +16,22 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
-from kernels import cublaslt, fp8_cast
-from kernels.cross_entropy import IGNORE_INDEX, cross_entropy_, save_gradients, scale_gradients
+from kernels import cross_entropy, fp8_cast
 from kernels.fp8 import FP8_MAX, float8_gemm
 
 LOGIT_ROWS = 8192  # rows of logits in memory at a time, 0.8 GB in bf16 and as much in float8; 4096 take 1.06 x the time
-QUADS, COLUMNS = fp8_cast.QUADS, fp8_cast.COLUMNS
 
 
 def fp8_cross_entropy(x, weight, targets, vocab_size):
-    """The mean cross-entropy in nats of the logits x weightᵀ, over all targets but IGNORE_INDEX; a float32 scalar.
-
-    x (..., C), weight (V_padded, C), targets (...) int64; the number of targets and V_padded are multiples of 16. Rows
-    of weight from vocab_size on are padding.
-    """
-    rows = x.flatten(0, -2).bfloat16().contiguous()  # (N, C)
-    total = summed_cross_entropy(rows, weight, targets.flatten().contiguous(), vocab_size)[0]
-    return total / (targets != IGNORE_INDEX.value).sum()
+    """As fused_cross_entropy. The number of targets and V_padded are multiples of 16."""
+    return cross_entropy.mean_cross_entropy(summed_cross_entropy, x.bfloat16(), weight, targets, vocab_size)
 
 
 @torch.library.custom_op("gpt2::fp8_summed_cross_entropy", mutates_args=())
 def summed_cross_entropy(
     x: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, vocab_size: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(loss, dx, dweight): the float32 sum of the cross-entropies of the logits x weightᵀ, and its gradients.
-
-    x (N, C) bf16, weight (V_padded, C), targets (N,) int64. Each gradient has the shape and dtype of its tensor.
-    """
+    """As kernels.cross_entropy.summed_cross_entropy, with x in bf16."""
     x_scale, weight_scale = (amax(tensor) / FP8_MAX for tensor in (x, weight))
     softmax_scale = torch.full((), 1 / FP8_MAX, device=x.device)
     weight8, weight8_t = fp8_cast.quantize(weight, weight_scale)[:2]
@@ -54,35 +43,25 @@ def summed_cross_entropy(
         logits = float8_gemm(x8, weight8, x_scale, weight_scale, x.dtype, fast_accumulation=True)
         losses_chunk, softmax8, softmax8_t = softmax_float8(logits, targets_chunk, vocab_size, softmax_scale)
         losses.append(losses_chunk)
-        gemm(softmax8, weight8_t, softmax_scale, weight_scale, dx_chunk)
-        gemm(softmax8_t, x8_t, softmax_scale, x_scale, dweight, add=True)
+        float8_gemm(softmax8, weight8_t, softmax_scale, weight_scale, dx.dtype, out=dx_chunk)
+        float8_gemm(softmax8_t, x8_t, softmax_scale, x_scale, torch.float32, out=dweight, add=True)
         del logits, softmax8, softmax8_t  # the next chunk takes their memory
     losses = torch.cat(losses)
-    targets = targets.where(targets != IGNORE_INDEX.value, 0)  # without a target the loss is 0, and so is its entry
+    # without a target the loss is 0, and so is its entry
+    targets = targets.where(targets != cross_entropy.IGNORE_INDEX.value, 0)
     entry = torch.expm1(-losses)[:, None]  # p - 1
     dx.addcmul_(F.embedding(targets, weight.to(x.dtype)), entry.to(x.dtype))
     dweight += torch.ops.aten.embedding_dense_backward(x * entry, targets, len(weight), -1, False)
     return losses.sum(), dx, dweight.to(weight.dtype)
 
 
-@summed_cross_entropy.register_fake
-def _(x, weight, targets, vocab_size):
-    return x.new_empty((), dtype=torch.float32), torch.empty_like(x), torch.empty_like(weight)
-
-
-summed_cross_entropy.register_autograd(scale_gradients, setup_context=save_gradients)
+summed_cross_entropy.register_fake(cross_entropy.empty_results)
+summed_cross_entropy.register_autograd(cross_entropy.scale_gradients, setup_context=cross_entropy.save_gradients)
 
 
 def amax(x):
     """The largest absolute value of a tensor, as a float32 scalar."""
     return torch.linalg.vector_norm(x, float("inf"), dtype=torch.float32)
-
-
-def gemm(a8, b8, scale_a, scale_b, out, add=False):
-    """out = scale_a scale_b (a bᵀ), or with `add` out +=, for float8 a (N, K) and b (M, K), and out (N, M)."""
-    if not cublaslt.gemm(a8, b8.t(), out, scale_a=scale_a, scale_b=scale_b, add=add):
-        product = torch._scaled_mm(a8, b8.t(), scale_a=scale_a, scale_b=scale_b, out_dtype=out.dtype)
-        out.copy_(out + product if add else product)
 
 
 def softmax_float8(logits, targets, vocab_size, scale):
@@ -92,20 +71,16 @@ def softmax_float8(logits, targets, vocab_size, scale):
     N is a multiple of 4. targets (N,) int64. Softmax is 0 at the targets, in the columns from vocab_size on and in rows
     without a target.
     """
-    N, V_padded = logits.shape
-    log_sum_exps = torch.empty(N, dtype=torch.float32, device=logits.device)
-    losses = cross_entropy_(logits, targets, vocab_size, log_sum_exps)
-    softmax8, softmax8_t = fp8_cast.empty_float8_pair(logits)
-    cross_entropy_softmax_kernel[(triton.cdiv(N, 4 * QUADS), triton.cdiv(V_padded, COLUMNS))](
-        logits, targets, log_sum_exps, softmax8, fp8_cast.as_words(softmax8_t), scale, N, N // 4, vocab_size, V_padded,
-        QUADS=QUADS, COLUMNS=COLUMNS, num_warps=4,
-    )  # fmt: skip
-    return losses, softmax8, softmax8_t
+    log_sum_exps = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
+    losses = cross_entropy.cross_entropy_(logits, targets, vocab_size, log_sum_exps)
+    out = fp8_cast.empty_float8_pair(logits)
+    fp8_cast.launch(cross_entropy_softmax_kernel, [logits, targets, log_sum_exps], out, scale, vocab_size)
+    return losses, *out
 
 
 @triton.jit
 def cross_entropy_softmax_kernel(
-    logits, targets, log_sum_exps, out, out_t, scale, N, N_quads, V, V_padded,
+    logits, targets, log_sum_exps, out, out_t, scale, V, N, N_quads, V_padded,
     QUADS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """A tile of softmax without the targets' entries in float8, row-major and transposed (see fp8_cast)."""

@@ -8,12 +8,20 @@ import torch
 from common.device import missing_compiler, missing_package
 from kernels import attention
 
+GENERATIONS = dict(Ampere=(8, 0), Hopper=(9, 0))  # compute capabilities
 
-def tf32_gpu(config, distributed):
-    if distributed.device.type != "cuda":
-        return f"this is {distributed.device.type}, not an NVIDIA GPU"
-    if torch.cuda.get_device_capability(distributed.device) < (8, 0):
-        return f"{torch.cuda.get_device_name(distributed.device)} has no TF32"
+
+def nvidia_gpu(config, distributed, oldest=None):
+    """oldest: a key of GENERATIONS."""
+    kind = distributed.device.type
+    if kind != "cuda" or torch.version.hip:
+        return f"this is {'AMD' if kind == 'cuda' else kind}, not an NVIDIA GPU"
+    if oldest and torch.cuda.get_device_capability(distributed.device) < GENERATIONS[oldest]:
+        return f"{torch.cuda.get_device_name(distributed.device)} is older than {oldest}"
+
+
+def ampere(config, distributed):
+    return nvidia_gpu(config, distributed, "Ampere")
 
 
 def bf16_instructions(config, distributed):
@@ -38,30 +46,22 @@ def head_width(config):
 def inductor(config, distributed):
     if distributed.device.type == "mps":
         return "torch.compile is not ready for Apple GPUs"
-    if missing := missing_compiler(distributed.device):
-        return f"torch.compile needs {missing}, and this machine has none"
-    if distributed.device.type == "cuda":
-        return missing_package("triton")
+    problem = missing_compiler(distributed.device)
+    return problem or (missing_package("triton") if distributed.device.type == "cuda" else None)
+
+
+def bf16(config):
+    return None if config.autocast == "bf16" else "it needs --autocast bf16"
 
 
 def bf16_gpu(config, distributed):
-    if config.autocast != "bf16":
-        return "it needs --autocast bf16"
     if distributed.device.type == "cpu" and not will_be_sharded(config, distributed):
-        return "with ddp it is for GPUs: a CPU computes LayerNorm and additions faster in float32"
-
-
-def nvidia_gpu(config, distributed):
-    if distributed.device.type != "cuda" or torch.version.hip:
-        return f"this is {'AMD' if torch.version.hip else distributed.device.type}, not an NVIDIA GPU"
+        return nvidia_gpu(config, distributed)  # a CPU computes LayerNorm and additions faster in float32
+    return bf16(config)
 
 
 def triton(config, distributed):
-    if problem := nvidia_gpu(config, distributed):
-        return problem
-    if missing := missing_compiler(distributed.device):
-        return f"Triton needs {missing}, and this machine has none"
-    return missing_package("triton")
+    return nvidia_gpu(config, distributed) or inductor(config, distributed)
 
 
 def triton_and_whole_head(config, distributed):
@@ -81,13 +81,9 @@ def cublaslt_epilogues(config, distributed):
 
 
 def cublaslt_gemms(config, distributed):
-    if problem := nvidia_gpu(config, distributed):
-        return problem
-    if config.autocast == "off" or torch.cuda.get_device_capability(distributed.device) < (8, 0):
-        return "it needs --autocast bf16 or fp16, and an Ampere GPU or newer"
     from kernels import cublaslt
 
-    return cublaslt.missing()
+    return nvidia_gpu(config, distributed) or bf16(config) or cublaslt.missing()
 
 
 def cudnn_packed(config, distributed):
@@ -118,13 +114,10 @@ def flash_attention_4(config, distributed):
 
 
 def hopper(config, distributed):
-    if problem := nvidia_gpu(config, distributed):
-        return problem
-    if torch.cuda.get_device_capability(distributed.device) < (9, 0):
-        return f"{torch.cuda.get_device_name(distributed.device)} is older than Hopper"
-    if config.autocast != "bf16" or will_be_sharded(config, distributed):
-        return "it needs --autocast bf16 and --parallel ddp, without --tensor and --pipeline"
-    return triton(config, distributed)
+    problem = nvidia_gpu(config, distributed, "Hopper") or bf16(config) or triton(config, distributed)
+    if not problem and will_be_sharded(config, distributed):
+        return "it needs --parallel ddp, without --tensor and --pipeline"
+    return problem
 
 
 def fp8_and_fused_head(config, distributed):

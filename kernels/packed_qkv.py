@@ -103,8 +103,6 @@ def execute(B, T, H, D, tensors, offsets, backward=False):
         tensors = [*tensors, *ragged_tensors(offsets, H, D)]
     try:
         graph, graph_tensors = plan(sequences, T, H, D, tensors[0].dtype, device, backward, ragged)
-    except torch.OutOfMemoryError:
-        raise
     except (RuntimeError, cudnn.cudnnGraphNotSupportedError) as error:
         raise UserError(
             f"cuDNN has no attention for {H} heads of width {D}, {sequences} sequences of {T} tokens "

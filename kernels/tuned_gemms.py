@@ -54,7 +54,6 @@ class TuneGemms(CustomGraphPass):
 
 def is_tunable(x, out):
     """Whether the GEMM of a matrix x (N, K) with the result out (N, M) is replaced."""
-    size, flops = out.numel(), 2 * out.numel() * x.size(1)
-    if out.dtype not in (torch.bfloat16, torch.float16) or not isinstance(flops, int):  # a SymInt: a dynamic shape
-        return False
-    return flops >= MIN_FLOPS and cublaslt.MIN_TUNED_SIZE <= size <= MAX_TUNED_SIZE
+    size = out.numel()
+    large = 2 * size * x.size(1) >= MIN_FLOPS and cublaslt.MIN_TUNED_SIZE <= size <= MAX_TUNED_SIZE
+    return large and out.dtype == torch.bfloat16

@@ -143,8 +143,8 @@ for levels in LEVELS.values():
 
 def missing(level, device):
     """What a level lacks on this device, or None."""
-    if level in MODES and (compiler := missing_compiler(device)):
-        return f"torch.compile needs {compiler}"
+    if level in MODES and (problem := missing_compiler(device)):
+        return problem
     if level in ("max-autotune", "triton", "liger") and device.type != "cuda":
         return f"it is for GPUs, not {device.type}"
     packages = dict(triton=("triton",), liger=("liger_kernel", "liger-kernel"))

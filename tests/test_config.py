@@ -202,7 +202,7 @@ def test_a_sharded_model_has_a_bf16_residual_stream(monkeypatch):
     assert (
         config.autocast == "bf16"
         and not config.bf16_residual
-        and "bf16_residual is off: with ddp it is for GPUs" in notes
+        and "bf16_residual is off: this is cpu, not an NVIDIA GPU" in notes
     )
     config, notes = resolved(2, autocast="bf16", parallel="zero3", bf16_residual=False)
     assert config.bf16_residual and "bf16_residual is on: zero3 gathers the embeddings in bf16" in notes

@@ -127,7 +127,7 @@ def test_the_cache_takes_several_tokens_a_call(attention):
     x, _ = batch()
     expected = model(x)
     for pieces in ([24], [9, 15], [1, 1, 2, 20], [20, 1, 3]):
-        cache = model.new_cache(24)
+        cache = model.new_cache()
         logits = [model(piece, cache=cache) for piece in x.split(pieces, dim=1)]
         ends = torch.tensor(pieces).cumsum(0) - 1
         torch.testing.assert_close(torch.cat(logits, dim=1), expected[:, ends], rtol=1e-4, atol=1e-5)

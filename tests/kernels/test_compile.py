@@ -54,13 +54,6 @@ def test_only_a_bias_of_one_row_is_added_by_cublaslt(shape, count, tuned_gemms_c
     assert len(tuned_gemms_calls) == count
 
 
-def test_a_gemm_of_dynamic_size_is_left(tuned_gemms_calls):
-    x = normal(N, K)
-    torch._dynamo.mark_dynamic(x, 0)  # raises if compilation makes the size static
-    compare(torch.mm, x, normal(K, M))
-    assert not tuned_gemms_calls
-
-
 def test_short_gemms_are_left(monkeypatch, tuned_gemms_calls):
     monkeypatch.setattr(tuned_gemms, "MIN_FLOPS", 2 * N * K * M + 1)
     compare(torch.mm, normal(N, K), normal(K, M))

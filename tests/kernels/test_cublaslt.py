@@ -27,12 +27,9 @@ def error(one, other):
         ("def get_version(): raise RuntimeError('no cuBLAS')", r"cannot be used \(no cuBLAS\)"),
     ],
 )
-def test_why_cublaslt_is_missing(code, reason, install, monkeypatch):
+def test_why_cublaslt_is_missing(code, reason, install):
     install("nvmath.bindings.cublasLt", code)
-    monkeypatch.setattr(torch.version, "cuda", "13.0")
     assert re.search(reason, cublaslt.missing.__wrapped__())
-    monkeypatch.setattr(torch.version, "cuda", None)
-    assert "not built for NVIDIA" in cublaslt.missing.__wrapped__()
 
 
 def test_cpu_tensors_are_not_supported():
@@ -47,17 +44,16 @@ def test_unaligned_tensors_are_not_supported():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype, tolerance", [(torch.bfloat16, 3e-3), (torch.float16, 5e-4)])
 @pytest.mark.parametrize("N, K, M", [(64, 128, 256), (96, 768, 3072), (1000, 64, 40)])
-def test_row_major_and_transposed_inputs(N, K, M, dtype, tolerance):
-    a, b, bias = normal(N, K, dtype=dtype), normal(K, M, dtype=dtype), normal(M, dtype=dtype)
+def test_row_major_and_transposed_inputs(N, K, M):
+    a, b, bias = (normal(*shape, dtype=torch.bfloat16) for shape in ((N, K), (K, M), (M,)))
     out = a.new_empty(N, M)
     for one in (a, a.t().contiguous().t()):
         for other in (b, b.t().contiguous().t()):
             assert cublaslt.gemm(one, other, out)
-            assert error(out, a.double() @ b.double()) < tolerance
+            assert error(out, a.double() @ b.double()) < 3e-3
             assert cublaslt.gemm(one, other, out, bias=bias)
-            assert error(out, a.double() @ b.double() + bias.double()) < tolerance
+            assert error(out, a.double() @ b.double() + bias.double()) < 3e-3
 
 
 @pytest.mark.gpu
@@ -73,16 +69,6 @@ def test_gelu_epilogues():
     assert cublaslt.gemm(dy, w2, out, "DGELU", aux=h)
     expected = torch.ops.aten.gelu_backward(dy.double() @ w2.double(), h.double(), approximate="tanh")
     assert error(out, expected) < 3e-3
-
-
-@pytest.mark.gpu
-def test_a_choice_among_results_that_overflow_is_not_kept(monkeypatch):
-    monkeypatch.setattr(cublaslt, "plans", {})
-    a, b = normal(1024, 64, dtype=torch.float16), normal(64, 1024, dtype=torch.float16)
-    out = a.new_empty(1024, 1024)
-    assert cublaslt.gemm(1e4 * a, 1e4 * b, out) and not out.isfinite().all() and not cublaslt.plans
-    assert cublaslt.gemm(a, b, out) and len(cublaslt.plans) == 1
-    assert error(out, a.double() @ b.double()) < 5e-4
 
 
 @pytest.mark.gpu(hopper=True)

@@ -84,7 +84,7 @@ def test_a_cache_continues_one_document():
     x, _ = tokens_of(ROWS["one document fills the row"])
     x[:, 0] = END
     model = tiny(mask_documents=True)
-    cache = model.new_cache(24)
+    cache = model.new_cache()
     with torch.no_grad():
         model(x[:, :10], cache=cache)
         for position in range(10, 24):

@@ -93,7 +93,7 @@ def test_evaluation_and_decoding_use_the_plain_weights():
     plain, converted, _, x, y = models()
     with torch.no_grad():
         assert torch.equal(converted(x, y, reduction="none"), plain(x, y, reduction="none"))
-        caches = [each.new_cache(8) for each in (plain, converted)]
+        caches = [each.new_cache() for each in (plain, converted)]
         for tokens in (x[:, :3], x[:, 3:4]):  # the prompt, then one token
             assert torch.equal(*(each(tokens, cache=cache) for each, cache in zip((plain, converted), caches)))
 

@@ -138,6 +138,6 @@ def test_evaluation_and_decoding_agree_with_the_plain_model():
     both = model().eval(), model(fused_gelu=True).eval()
     with torch.no_grad():
         torch.testing.assert_close(*(each(x, y, reduction="none") for each in both))
-        caches = [each.new_cache(8) for each in both]
+        caches = [each.new_cache() for each in both]
         for tokens in (x[:, :3], x[:, 3:4], x[:, 4:5]):  # the prompt, then one token at a time
             torch.testing.assert_close(*(each(tokens, cache=cache) for each, cache in zip(both, caches)))

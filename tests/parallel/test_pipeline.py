@@ -59,7 +59,7 @@ for name, weight in whole.model.named_parameters():
         torch.testing.assert_close(full(own[name]), weight.detach(), rtol=1e-3, atol=1e-4, msg=name)
 
 x, y, _ = batches[0]
-caches = [trainer.model.new_cache(8) for trainer in (stages, whole)]
+caches = [trainer.model.new_cache() for trainer in (stages, whole)]
 with torch.no_grad(), fsdp.gathered(stages.model, config):
     at = torch.tensor([3, 11])
     losses = [trainer.forward(x, y.flatten()[at], reduction="none", at=at) for trainer in (stages, whole)]

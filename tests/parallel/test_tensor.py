@@ -46,7 +46,7 @@ assert tensor.in_gpt2_order("c_proj.bias", own) is own
 
 at = torch.tensor([3, 11, 20])
 with torch.no_grad(), fsdp.gathered(split.model, config):
-    caches = [trainer.model.new_cache(8) for trainer in (split, whole)]
+    caches = [trainer.model.new_cache() for trainer in (split, whole)]
     for arguments in (
         (dict(idx=x, targets=y, reduction="none"),) * 2,
         (dict(idx=x, targets=y.flatten()[at], reduction="none", at=at),) * 2,
