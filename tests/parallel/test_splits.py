@@ -13,7 +13,7 @@ from torch._dynamo.testing import CompileCounter
 from config import Config
 from parallel import gradients
 
-MIDDLE, STEPS = 3, 6
+MIDDLE, STEPS = 2, 4
 AT_MIDDLE = f"log/{{}}/checkpoint_{MIDDLE:06d}".format
 ON_TWO_RANKS = dict(
     tensor="--tensor 2",
