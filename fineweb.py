@@ -11,8 +11,8 @@ import common.interrupt  # first: Ctrl-C during the other imports
 
 import contextlib
 import glob
-import itertools
 import os
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +23,7 @@ from tqdm import tqdm
 from common.cli import flag, parse, python_command
 from common.errors import UserError, first_line, run
 from common.files import regular_file
-from common.hub import check_hub
+from common.hub import answered, check_hub
 from data.documents import FORMATS, reading, suffix, tokenize_files
 from data.shard_folder import ShardFolder, split_into_shards
 from data.shards import FINEWEB, FINEWEB_EDU
@@ -32,8 +32,7 @@ from data.tokenizer import get_tokenizer
 REPOSITORIES = {"fineweb-edu": FINEWEB_EDU, "fineweb": FINEWEB}
 FOLDERS = {"fineweb-edu": "edu_fineweb10B", "fineweb": "fineweb10B", "auto": "my_data"}
 SHARD_SIZE = 100_000_000  # tokens; build-nanogpt's
-MIN_SHARDS = 10  # a corpus with fewer shards of SHARD_SIZE is cut into ten, so validation gets about a tenth
-MIN_VALIDATION = 1025  # tokens, where there are enough: a sequence of 1,024 and its last target
+MIN_SPAN, MAX_SPAN = 1025, 100_000  # tokens, see validation_span(): at least a sequence of 1,024 and its last target
 SUBSET_TOKENS = {"sample-10BT": 10e9, "sample-100BT": 100e9, "sample-350BT": 350e9}  # total of the progress bar
 
 
@@ -41,7 +40,8 @@ SUBSET_TOKENS = {"sample-10BT": 10e9, "sample-100BT": 100e9, "sample-350BT": 350
 class Flags:
     """Tokenize FineWeb-Edu, FineWeb or your own text with GPT-2's vocabulary into shards that train_gpt2.py reads.
 
-    Shard 0 is for validation, all others for training; shards.json lists them with their SHA-256.
+    Shard 0 is for validation, all others for training; shards.json lists them with their SHA-256. Of your own text a
+    tenth is for validation, in pieces spread over its first billion tokens.
 
     Shards take 2 bytes a token, 20 GB for sample-10BT. The documents themselves are not stored.
 
@@ -49,7 +49,7 @@ class Flags:
     """
 
     input: str | None = None
-    """Local files: .txt or .jsonl (also .gz, .zst) or .parquet; quote a pattern. See docs/running.md."""
+    """A file, folder or quoted pattern: .txt, .md, .jsonl, .json (also .gz, .zst) or .parquet. See docs/running.md."""
     dataset: Literal["auto", "fineweb-edu", "fineweb"] = "auto"
     """Dataset on the hub, or what the files of --input hold. auto: fineweb-edu, or with --input your own text."""
     subset: str = "sample-10BT"
@@ -58,12 +58,14 @@ class Flags:
     """Version of the dataset on the hub: a branch, a tag or a commit."""
     out: str | None = None
     """Folder for the shards; by default edu_fineweb10B, fineweb10B or, for your own text, my_data."""
-    shard_size: int | None = flag(None, at_least=1)
-    """Tokens in a shard; by default 100,000,000; a corpus that does not fill ten such shards is cut into ten."""
+    shard_size: int = flag(SHARD_SIZE, at_least=1)
+    """Tokens in a training shard, and at most in the validation shard."""
     workers: int | None = flag(None, at_least=1)
     """Processes that tokenize; by default one for each core. The shards do not depend on it."""
     max_tokens: int | None = flag(None, at_least=1)
     """Stop after this many tokens."""
+    max_document_mb: int = flag(32, at_least=1)
+    """The largest document in MB; in a file of text, the largest part without white space. A larger one is an error."""
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -82,7 +84,9 @@ def find_source(flags, revision=None):
         return urls, dict(dataset=repository, subset=flags.subset, revision=commit)
     paths = sorted(map(Path, find_input(flags.input)))
     if unknown := [path for path in paths if suffix(path) not in FORMATS]:
-        raise UserError(f"{unknown[0]}: --input takes .txt and .jsonl (also with .gz or .zst), and .parquet")
+        raise UserError(
+            f"{unknown[0]}: --input takes .txt, .md, .jsonl and .json (also with .gz or .zst), and .parquet"
+        )
     files = []
     for path in paths:
         with reading(path):
@@ -93,18 +97,22 @@ def find_source(flags, revision=None):
 
 
 def find_input(pattern):
-    """The files that --input names. A file whose own name has brackets is not a pattern."""
+    """The files that --input names: of a folder, those of known formats. A name with brackets may be no pattern."""
+    if os.path.isdir(pattern):
+        inside = glob.glob(os.path.join(glob.escape(pattern), "**"), recursive=True)
+        return [path for path in inside if suffix(path) in FORMATS]
     return [pattern] if os.path.exists(pattern) else glob.glob(pattern)
 
 
 def find_on_hub(repository, subset, revision):
     """The URLs of a dataset's files, hf://datasets/NAME@COMMIT/PATH, in the dataset's order."""
-    try:
-        check_hub()
-        from datasets import load_dataset_builder  # reads HF_HUB_OFFLINE
+    check_hub()
+    from datasets import load_dataset_builder  # reads HF_HUB_OFFLINE
 
-        return list(load_dataset_builder(repository, subset, revision=revision).config.data_files["train"])
-    except Exception as error:  # the hub's library has its own
+    try:
+        with answered():
+            return list(load_dataset_builder(repository, subset, revision=revision).config.data_files["train"])
+    except OSError as error:
         raise UserError(
             f"cannot read {repository} {subset} from the hub: {first_line(error)}; --input takes local files"
         ) from error
@@ -119,7 +127,10 @@ def main():
     if flags.dataset == "auto" and flags.input is None:
         flags.dataset = "fineweb-edu"
     flags.out = flags.out or FOLDERS[flags.dataset]
-    check_flags(flags)
+    if flags.input is not None and not find_input(flags.input):  # before a folder is made
+        raise UserError(f"--input {flags.input}: no such files")
+    if flags.input is not None and (flags.subset, flags.revision) != (Flags.subset, Flags.revision):
+        raise UserError("--subset and --revision choose files on the hub: leave them out with --input")
     folder = ShardFolder(flags.out)
     try:
         with folder.lock():
@@ -128,49 +139,40 @@ def main():
         raise UserError(
             f"cannot write {flags.out}: {error.strerror}; make room or choose another --out, and run it again"
         ) from error
-    tokens = sum(shard["tokens"] for shard in shards)
-    print(f"{tokens:,} tokens in {flags.out}: 1 validation shard, {len(shards) - 1} training shards")
+    val, *train = (shard["tokens"] for shard in shards)
+    tokens = val + sum(train)
+    print(f"{tokens:,} tokens in {flags.out}: {val:,} for validation, {sum(train):,} for training")
     model = ["--model", "tiny"] if tokens < SHARD_SIZE else []
     data = [] if flags.out == "edu_fineweb10B" else ["--data_dir", flags.out]
     print(f"Next: {python_command('train_gpt2.py', *model, *data)}")
 
 
-def check_flags(flags):
-    """Raises UserError for a value that does not work."""
-    if flags.input is not None and not find_input(flags.input):  # before a folder is made
-        raise UserError(f"--input {flags.input}: no such files")
-    if flags.input is not None and (flags.subset, flags.revision) != (Flags.subset, Flags.revision):
-        raise UserError("--subset and --revision choose files on the hub: leave them out with --input")
-
-
 def fill(folder, flags):
-    """Write all shards that remain, and the manifest. Returns the manifest's entries; raises OSError."""
-    paths, progress = start_or_continue(folder, flags)
-    if not progress["shards"] or progress["state"] is not None:  # else only the manifest is missing
-        get_tokenizer()  # fails here with a clear error, not in every worker
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-        chunks = tokenize_files(paths, progress["state"], flags.workers or cores)
-        progress = write_shards(folder, progress, chunks, flags)
-    progress = check_count(folder, progress, flags)
-    folder.finish(progress)
-    return progress["shards"]
+    """Write all shards that remain, and the manifest. Returns the manifest's entries; raises OSError.
 
-
-def check_count(folder, progress, flags):
-    """Cut the shards of a small corpus again, unless --shard_size is given. Returns the progress; raises OSError.
-
-    Raises UserError if there is nothing to train on; the shards are deleted.
+    Raises UserError if there is nothing to train on.
     """
-    tokens = sum(shard["tokens"] for shard in progress["shards"])
-    if flags.shard_size is None and len(progress["shards"]) < MIN_SHARDS:
-        tenth, half = -(-tokens // MIN_SHARDS), -(-tokens // 2)
-        progress = folder.cut_again(progress, max(tenth, min(MIN_VALIDATION, half)))
-    if len(progress["shards"]) < 2:
-        folder.delete_shards()
-        hint = "raise --max_tokens" if flags.max_tokens else "give more text"
-        hint = "leave out --shard_size" if flags.shard_size else hint
-        raise UserError(f"only {tokens:,} tokens were read, so the validation shard leaves none to train on: {hint}")
-    return progress
+    paths, progress = start_or_continue(folder, flags)
+    get_tokenizer()  # fails here with a clear error, not in every worker
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    chunks = tokenize_files(paths, progress["state"], flags.workers or cores, flags.max_document_mb * 2**20)
+    start = sum(shard["tokens"] for shard in progress["shards"]) - progress["skip"]  # tokens before the first chunk
+    total = flags.max_tokens or (None if flags.input else SUBSET_TOKENS.get(flags.subset))
+    bar = tqdm(total=total, initial=start, unit="tok", unit_scale=True, desc=flags.out)
+    limited = first_tokens(chunks, (flags.max_tokens or sys.maxsize) - start, bar)
+    span = validation_span(flags, progress["source"])
+    shards = split_into_shards(limited, flags.shard_size, span, start, progress["skip"])
+    with bar, ThreadPoolExecutor(1) as disk, contextlib.closing(chunks):
+        writing = None
+        for val, train, state, skip in shards:
+            if not (len(train) or writing or progress["shards"]):
+                raise UserError(
+                    f"only {len(val):,} tokens were read, and all are for validation: give more text, a larger "
+                    "--max_tokens or a smaller --shard_size"
+                )
+            progress = (writing.result() if writing else progress) | dict(state=state, skip=skip)
+            writing = disk.submit(folder.add, val, train, progress)  # while the next shard is filled
+        return writing.result()["shards"]
 
 
 def start_or_continue(folder, flags):
@@ -182,43 +184,33 @@ def start_or_continue(folder, flags):
     names = ("input", "dataset", "subset", "revision", "shard_size", "max_tokens")
     own = {name: getattr(flags, name) for name in names}
     if progress and own | progress["flags"] != own:
-        if progress["shards"]:
-            old = " ".join(f"--{name} {value}" for name, value in progress["flags"].items() if value)
-            raise UserError(f"{folder.path} was started with {old}: use these flags or another --out, or delete it")
-        progress = None
+        old = " ".join(f"--{name} {value}" for name, value in progress["flags"].items() if value)
+        raise UserError(f"{folder.path} was started with {old}: use these flags or another --out, or delete it")
     paths, source = find_source(flags, progress and progress["source"].get("revision"))
     if progress and progress["source"] != source:
         raise UserError(f"--input {flags.input} has other files than when {folder.path} was begun: use another --out")
     return paths, progress or dict(flags=own, source=source, shards=[], state=None, skip=0)
 
 
-def write_shards(folder, progress, chunks, flags):
-    """Write all shards that remain, while the next one is filled. Returns the final progress; raises OSError."""
-    start = sum(shard["tokens"] for shard in progress["shards"]) - progress["skip"]  # tokens before the first chunk
+def first_tokens(chunks, count, bar):
+    """Yield the chunks (state, tokens) up to `count` tokens in all, and advance the bar."""
+    for state, tokens in chunks:
+        tokens = tokens[:count]
+        count -= len(tokens)
+        bar.update(len(tokens))
+        yield state, tokens
+        if not count:
+            return
 
-    def limited():
-        done = start
-        first = next(chunks, None)
-        if progress["state"] is not None:
-            if not first or list(first[0]) != progress["state"] or len(first[1]) < progress["skip"]:
-                raise UserError(f"{folder.unfinished} is damaged: delete {folder.path} and start again")
-        folder.write_progress(progress)  # the source is readable
-        for state, tokens in itertools.chain([first] if first else [], chunks):
-            tokens = tokens[: flags.max_tokens and flags.max_tokens - done]
-            done += len(tokens)
-            bar.update(len(tokens))
-            yield state, tokens
-            if done == flags.max_tokens:
-                return
 
-    total = flags.max_tokens or (None if flags.input else SUBSET_TOKENS.get(flags.subset))
-    bar = tqdm(total=total, initial=start, unit="tok", unit_scale=True, desc=flags.out)
-    with bar, ThreadPoolExecutor(1) as disk, contextlib.closing(chunks):
-        writing = None
-        for tokens, state, skip in split_into_shards(limited(), flags.shard_size or SHARD_SIZE, progress["skip"]):
-            progress = (writing.result() if writing else progress) | dict(state=state, skip=skip)
-            writing = disk.submit(folder.add_shard, tokens, progress)
-        return writing.result() if writing else progress
+def validation_span(flags, source):
+    """See split_into_shards. Of your own text about a hundredth, so that ten pieces or more make the tenth that is for
+    validation; of FineWeb-Edu and FineWeb the whole first shard, as in build-nanogpt."""
+    if flags.dataset != "auto":
+        return flags.shard_size
+    tokens = sum(file["bytes"] for file in source["files"]) // 4  # about
+    tokens = min(tokens, flags.max_tokens or tokens)
+    return min(flags.shard_size, max(MIN_SPAN, min(tokens // 100, MAX_SPAN)))
 
 
 if __name__ == "__main__":

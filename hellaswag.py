@@ -1,11 +1,11 @@
 """HellaSwag: how often a model finds the true ending of a short text likelier than three false ones.
 
     python hellaswag.py log/RUN                                  # or a checkpoint, a Hugging Face folder, gpt2
-    python hellaswag.py gpt2 --data hellaswag_val.jsonl mine.jsonl
+    python hellaswag.py gpt2 --data mine.jsonl                   # other multiple choice
 
 Endings are scored as build-nanogpt scores them (Zellers et al. 2019 for the data): acc counts the items where the true
-ending has the lowest summed loss, acc_norm where it has the lowest loss per token. Other multiple choice in the same
-format works as well. For other tasks, export.py writes a folder that EleutherAI's lm_eval reads.
+ending has the lowest summed loss, acc_norm where it has the lowest loss per token. For other tasks, export.py writes a
+folder that EleutherAI's lm_eval reads.
 """
 
 import common.interrupt  # first: Ctrl-C during the other imports
@@ -25,7 +25,7 @@ from common.cli import flag, parse, progress
 from common.errors import UserError, first_line, out_of_memory, run
 from common.files import check_fields, regular_file
 from data.loader import make_batch
-from data.tokenizer import get_tokenizer
+from data.tokenizer import encode
 from parallel import process_group
 from parallel.process_group import batches_of_rank
 
@@ -33,6 +33,7 @@ from parallel.process_group import batches_of_rank
 REFERENCE = "GPT-2 124M: acc 0.2859, acc_norm 0.2955; 1558M: 0.3842, 0.4893; GPT-3 125M: acc 0.337"
 # Widths of the batches in training. torch.compile builds a graph for each; one width alone adds 50% padding.
 WIDTHS = 3
+HELLASWAG = "data/validation-00000-of-00001.parquet"
 SLOW_DEVICE_ITEMS = 32  # in training; GPT-2 124M takes 0.3 s an item on two CPU cores, 50 minutes for all
 
 
@@ -46,17 +47,16 @@ def load_items(path=None, limit=None):
     source = "HellaSwag from the hub" if path is None else path
     try:
         if path is None:
-            from common.hub import check_hub
+            from pyarrow.parquet import read_table
 
-            check_hub()
-            from datasets import load_dataset
+            from common.hub import download
 
-            rows = load_dataset("Rowan/hellaswag", split="validation").to_list()
+            rows = read_table(download("Rowan/hellaswag", HELLASWAG, "dataset")).to_pylist()
         else:
             rows = regular_file(path).read_bytes().splitlines()
-    except Exception as error:  # the hub's library has its own
+    except (OSError, ValueError) as error:
         raise UserError(
-            f"cannot read {source} ({type(error).__name__}: {first_line(error)}); hellaswag.py reads a local file with "
+            f"cannot read {source} ({first_line(error)}); hellaswag.py reads a local file with "
             "--data FILE.jsonl, train_gpt2.py with --hellaswag_data FILE.jsonl; --hellaswag_every 0 trains without it"
         ) from error
     items = []
@@ -135,24 +135,23 @@ class MultipleChoice:
 
     def __init__(self, items, seq_len, tokens, widths=WIDTHS):
         """seq_len: the most tokens the model takes. tokens: the most tokens in a batch. widths: see make_batches."""
-        encode = get_tokenizer().encode_ordinary
-        contexts = [encode(item["ctx"]) for item in items]
+        contexts = [encode(item["ctx"]).tolist() for item in items]
         each = progress(zip(items, contexts), "tokenizing", len(items))
-        pairs = [(context, encode(" " + end)) for item, context in each for end in item["endings"]]
+        pairs = [(context, encode(" " + end).tolist()) for item, context in each for end in item["endings"]]
         self.batches, self.lengths = make_batches(pairs, seq_len, tokens, widths)
         self.labels = torch.tensor([item["label"] for item in items])
         counts = torch.tensor([len(item["endings"]) for item in items])
         self.choices = torch.arange(counts.max()) < counts[:, None]
 
     @torch.no_grad()
-    def sum_losses(self, losses_of, distributed, title="HellaSwag", stop=None):
+    def sum_losses(self, losses_of, distributed, stop=None):
         """The loss of each ending, summed over its tokens: (endings of all items,) float64, on every rank.
 
         losses_of(batch, positions), for a data.loader.Batch, returns a loss for each target; the padding's are ignored.
-        The ranks divide the batches. title: of the progress bar. Raises Stopped as batches_of_rank.
+        The ranks divide the batches. Raises Stopped as batches_of_rank.
         """
         own = []
-        for batch in batches_of_rank(self.batches, title, distributed, stop):
+        for batch in batches_of_rank(self.batches, "HellaSwag", distributed, stop):
             at = batch.positions.to(distributed.device, non_blocking=True).long()
             own.append((losses_of(make_batch(batch.inputs, batch.targets, distributed.device), at), batch))
         sums = torch.zeros(len(self.lengths), dtype=torch.float64)
@@ -160,11 +159,11 @@ class MultipleChoice:
             sums.index_add_(0, batch.endings, values[: len(batch.endings)].cpu().double())
         return torch.stack(distributed.all_gather(sums)[:: distributed.tensor]).sum(dim=0)
 
-    def right(self, losses_of, distributed, title="HellaSwag", stop=None):
+    def right(self, *arguments, **options):
         """Two (items,) bool: where the true ending has the lowest loss, and where it has the lowest loss per token.
 
         A collective; arguments as of sum_losses."""
-        sums = self.sum_losses(losses_of, distributed, title, stop)
+        sums = self.sum_losses(*arguments, **options)
         tables = torch.full((2, *self.choices.shape), math.inf)  # inf where an ending does not exist
         tables[:, self.choices] = torch.stack((sums, sums / self.lengths)).float()
         return tables.argmin(dim=2) == self.labels
@@ -188,10 +187,10 @@ class Flags:
 
     model: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="MODEL")]
     """A run's folder (its newest checkpoint), a checkpoint, a Hugging Face folder, a name on the hub (gpt2), a .pt."""
-    data: tuple[str, ...] = ()
-    """Local .jsonl files instead of HellaSwag; a line has ctx, endings and label, the true ending's index from 0."""
+    data: str | None = None
+    """A local .jsonl file instead of HellaSwag; a line has ctx, endings and label, the true ending's index from 0."""
     limit: int | None = flag(None, at_least=1)
-    """Evaluate only this many items of each file, evenly spread over it."""
+    """Evaluate only this many items, evenly spread."""
     device: Literal["auto", "cuda", "cpu", "mps"] = "auto"
     """auto: a GPU if there is one."""
 
@@ -202,30 +201,24 @@ def main():
     with out_of_memory("use a smaller model"):
         name = distributed.broadcast(distributed.on_main(lambda: locate(flags.model)))  # a run may write a newer one
         model = load_model(name).to(distributed.device)
-        bf16 = distributed.device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+        on_gpu = distributed.device.type == "cuda"
+        bf16 = on_gpu and torch.cuda.is_bf16_supported(including_emulation=False)
         autocast = torch.autocast(distributed.device.type, torch.bfloat16, enabled=bf16)
-        for path in flags.data or [None]:
-            evaluate_file(path, model, flags, distributed, autocast)
-    process_group.stop()
 
+        def losses_of(batch, at):
+            with autocast:
+                return model(*batch, reduction="none", at=at)
 
-def evaluate_file(path, model, flags, distributed, autocast):
-    """Evaluate one file of --data, or HellaSwag (None), and print the accuracy."""
-
-    def losses_of(batch, at):
-        with autocast:
-            return model(*batch, reduction="none", at=at)
-
-    name = "HellaSwag" if path is None else Path(path).stem
-    items = load_items(path, flags.limit)
-    tokens = 16384 if distributed.device.type == "cuda" else 4096  # in a batch
-    # nothing is compiled here, so more widths only save padding
-    task = MultipleChoice(items, model.config.seq_len, tokens, widths=16)
-    acc, acc_norm = task.evaluate(losses_of, distributed, name)
+        # nothing is compiled here, so more widths only save padding
+        items, tokens = load_items(flags.data, flags.limit), 16384 if on_gpu else 4096
+        task = MultipleChoice(items, model.config.seq_len, tokens, widths=16)
+        scores = [f"{x:.4f} ± {math.sqrt(x * (1 - x) / len(items)):.4f}" for x in task.evaluate(losses_of, distributed)]
     if distributed.is_main:
+        name = Path(flags.data or "HellaSwag").stem
         chance = (1 / task.choices.sum(dim=1)).mean().item()
-        print(f"{name}, {len(items):,} items: acc {acc:.4f} | acc_norm {acc_norm:.4f}")
+        print(f"{name}, {len(items):,} items: acc {scores[0]} | acc_norm {scores[1]} (± standard error)")
         print(f"  {REFERENCE if 'hellaswag' in name.lower() else f'chance: {chance:.4f}'}")
+    process_group.stop()
 
 
 if __name__ == "__main__":

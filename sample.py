@@ -1,13 +1,12 @@
 """Generate text with a GPT-2.
 
 python sample.py log/RUN --prompt "Hello, I'm a language model,"        # or a checkpoint, a Hugging Face folder, gpt2
-python sample.py gpt2 --prompt_file story.txt --stream                  # - is standard input
+python sample.py gpt2 --prompt_file story.txt                           # - is standard input
 """
 
 import common.interrupt  # first: Ctrl-C during the other imports
 from common.interrupt import Stopped
 
-import codecs
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +19,7 @@ import tyro
 from checkpoints.load import load_model
 from common.cli import flag, parse, progress
 from common.errors import UserError, out_of_memory, run
-from data.tokenizer import END_OF_TEXT, get_tokenizer
+from data.tokenizer import END_OF_TEXT, get_tokenizer, tokenize
 from parallel import process_group
 
 PROMPT = "Hello, I'm a language model,"
@@ -68,36 +67,26 @@ def generate(model, tokens, max_new_tokens, **options):
         tokens = torch.cat((tokens, new), dim=1)
 
 
-def continue_prompt(model, prompt, count, max_new_tokens, seed, top_k=50, **options):
-    """Yield the next token of each of `count` texts, a list of ints, until every text has had an <|endoftext|>.
+def sample(model, prompt, count, max_new_tokens, seed=42, stop=None, top_k=50, **options):
+    """Generate `count` texts that begin with the prompt and end before <|endoftext|>: a list of strings.
 
-    An empty prompt starts a new document. The same seed gives the same tokens on the same device. options:
-    draw_token's.
+    An empty prompt starts a new document, as <|endoftext|> in a prompt does. The same seed gives the same tokens on the
+    same device. options: draw_token's. Raises Stopped after stop, a StopSignal, has received a signal.
     """
     device = next(model.parameters()).device
     generator = torch.Generator(device).manual_seed(seed)
-    prompt_tokens = get_tokenizer().encode_ordinary(prompt) or [END_OF_TEXT]
+    prompt_tokens = tokenize(prompt.split("<|endoftext|>"))[1:].tolist() or [END_OF_TEXT]
     start = torch.tensor([prompt_tokens] * count, device=device)  # (count, T)
-    ended = torch.zeros(count, 1, dtype=torch.bool, device=device)
-    for tokens in generate(model, start, max_new_tokens, top_k=top_k, generator=generator, **options):
-        yield tokens.flatten().tolist()
+    drawn = generate(model, start, max_new_tokens, top_k=top_k, generator=generator, **options)
+    columns, ended = [], torch.zeros(count, 1, dtype=torch.bool, device=device)
+    for tokens in progress(drawn, "samples", total=max_new_tokens):
+        columns.append(tokens)
         ended |= tokens == END_OF_TEXT
         if ended.all():
-            return
-
-
-def sample(model, prompt, count, max_new_tokens, seed=42, stop=None, **options):
-    """Generate `count` texts that begin with the prompt and end before <|endoftext|>: a list of strings.
-
-    options: continue_prompt's. Raises Stopped after stop, a StopSignal, has received a signal.
-    """
-    rows = [[] for _ in range(count)]
-    drawn = continue_prompt(model, prompt, count, max_new_tokens, seed, **options)
-    for tokens in progress(drawn, "samples", total=max_new_tokens):
-        for row, token in zip(rows, tokens):
-            row.append(token)
+            break
         if stop and stop.requested:
             raise Stopped
+    rows = torch.cat(columns, dim=1).tolist()
     rows = [row[: row.index(END_OF_TEXT)] if END_OF_TEXT in row else row for row in rows]
     return [prompt + get_tokenizer().decode(row) for row in rows]
 
@@ -144,8 +133,6 @@ class Flags:
     """Draw from the k most likely tokens; 0 is all."""
     top_p: float = flag(1.0, above=0, at_most=1)
     """Draw from the fewest tokens that together have this probability."""
-    stream: bool = False
-    """Print one text instead, each token as soon as it is generated."""
     seed: int = flag(42, at_least=0, below=2**63)
     """Random seed; the same seed gives the same text."""
     device: Literal["auto", "cuda", "cpu", "mps"] = "auto"
@@ -155,7 +142,8 @@ class Flags:
 def read_prompt(path):
     """The text of a file, or of standard input for "-". Raises UserError if it cannot be read."""
     try:
-        return sys.stdin.read() if path == "-" else Path(path).read_text(encoding="utf-8")
+        text = sys.stdin.read() if path == "-" else Path(path).read_text(encoding="utf-8")
+        return text.removeprefix("\ufeff")  # a byte-order mark
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"--prompt_file {path}: {getattr(error, 'strerror', None) or error}") from error
 
@@ -167,20 +155,7 @@ def main():
     options = {name: getattr(flags, name) for name in ("max_new_tokens", "seed", "temperature", "top_k", "top_p")}
     with out_of_memory("use a smaller --count or model"):
         model = load_model(flags.model).to(device)
-        if flags.stream:
-            print_stream(model, prompt, **options)
-        else:
-            print(f"\n{'-' * 80}\n".join(sample(model, prompt, flags.count, **options)))
-
-
-def print_stream(model, prompt, **options):
-    """Print the prompt and then each token as it is generated. options: continue_prompt's."""
-    decoder = codecs.getincrementaldecoder("utf-8")("replace")  # one character may take several tokens
-    print(prompt, end="", flush=True)
-    for (token,) in continue_prompt(model, prompt, count=1, **options):
-        if token != END_OF_TEXT:
-            print(decoder.decode(get_tokenizer().decode_single_token_bytes(token)), end="", flush=True)
-    print(decoder.decode(b"", final=True))
+        print(f"\n{'-' * 80}\n".join(sample(model, prompt, flags.count, **options)))
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """The Hugging Face hub: whether it answers, and its files."""
 
+import contextlib
 import functools
 import http.client
 import os
@@ -8,6 +9,7 @@ import urllib.error
 import urllib.request
 from pathlib import Path
 
+from common.errors import first_line
 from common.files import regular_file
 
 TIMEOUT = 5  # seconds for each of the hub's addresses, unless HF_HUB_ETAG_TIMEOUT is set
@@ -40,6 +42,23 @@ def check_hub():
             )
 
 
+@contextlib.contextmanager
+def answered():
+    """Turn an error of the hub's libraries into an OSError with the hub's own answer, such as 500.
+
+    The libraries wrap it in errors that read as if a file did not exist.
+    """
+    from huggingface_hub.errors import HTTPError
+
+    try:
+        yield
+    except (OSError, ValueError, HTTPError) as error:
+        chain = [error]
+        while chain[-1].__context__:
+            chain.append(chain[-1].__context__)
+        raise OSError(first_line(next((each for each in chain if isinstance(each, HTTPError)), error))) from error
+
+
 def find_file(name, file):
     """The path of a file in a Hugging Face folder, or in a repository on the hub, which is downloaded once."""
     folder = Path(name)
@@ -48,7 +67,13 @@ def find_file(name, file):
     of_hub = len(folder.parts) == 1 or (len(folder.parts) == 2 and not folder.parent.exists())  # NAME or OWNER/NAME
     if not of_hub or folder.exists() or folder.is_symlink() or str(name)[0] in "./~":
         raise FileNotFoundError(f"{name} is not a folder with config.json and model.safetensors")
+    return download(str(name), file)
+
+
+def download(repository, file, kind="model"):
+    """The path of a file of a repository on the hub, a "model" or a "dataset", downloaded once. Raises OSError."""
     check_hub()
     from huggingface_hub import hf_hub_download
 
-    return Path(hf_hub_download(str(name), file))
+    with answered():
+        return Path(hf_hub_download(repository, file, repo_type=kind))

@@ -1,4 +1,4 @@
-"""Tokens of documents in .parquet, .txt and .jsonl files: in order, by several processes, from any position on.
+"""Tokens of documents in files of text, JSON or Parquet: in order, by several processes, from any position on.
 
 The parent cuts the files into tasks, the workers tokenize them. Every chunk of tokens comes with the position of its
 task, [file, ...], from which an interrupted call reads it again.
@@ -8,6 +8,7 @@ import codecs
 import collections
 import contextlib
 import functools
+import itertools
 import json
 import multiprocessing
 import os
@@ -18,53 +19,68 @@ from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 
+from common.cli import print_over_bar
 from common.errors import UserError, first_line
 from common.files import check_fields
+from common.hub import answered
 from data.tokenizer import tokenize
 
 DOCUMENTS_PER_TASK = 4096  # at most, of parquet: a task stays within one row group
 BYTES_PER_TASK = 2**20  # of text, about
 TASKS_PER_WORKER = 4  # in the queue
-SEPARATOR = "<|endoftext|>"  # between the documents of a .txt file
+SEPARATOR = "<|endoftext|>"  # between the documents of a text file
+# What a person should know of documents that are tokenized all the same
+EMPTY = "documents have no text"
+NOT_UTF8 = "times bytes that are not UTF-8 became U+FFFD (of Latin-1? iconv -f LATIN1 -t UTF-8 converts it)"
 
 
-def tokenize_files(paths, state, workers):
+def tokenize_files(paths, state, workers, limit):
     """Yield (state, tokens) for the tasks of all files, in order, from `state` on; None: from the start.
 
-    state: (file, row group, batch) of parquet, (file, byte, line) of text; tokens: (n,) uint16. Raises UserError if a
-    file cannot be read.
+    state: (file, row group, batch) of parquet, (file, byte, line) of text; tokens: (n,) uint16. limit: the most bytes
+    of a document. At the end this prints how many documents have no text, and how much is not UTF-8. Raises UserError
+    if a file cannot be read.
     """
     import fsspec
 
-    # the file system caches its queries to the hub; workers receive it so that they do not repeat the queries
-    file_system = fsspec.core.url_to_fs(str(paths[0]))[0]
+    # the file system of hf:// caches its queries to the hub; workers receive it so that they do not repeat the queries
+    file_system = None if isinstance(paths[0], Path) else fsspec.core.url_to_fs(paths[0])[0]
     pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), start_worker, (file_system,))
-    queue = collections.deque()
+    tasks, queue = list_tasks(paths, state or (0, 0, 0), limit), collections.deque()
+    remarks, first = collections.Counter(), {}
     try:
-        for position, function, *arguments in list_tasks(paths, state or (0, 0, 0)):
-            queue.append((position, pool.submit(function, *arguments)))
-            if len(queue) > TASKS_PER_WORKER * workers:
-                position, tokens = queue.popleft()
-                yield position, tokens.result()
-        for position, tokens in queue:
-            yield position, tokens.result()
+        while True:
+            for position, function, *arguments in itertools.islice(tasks, TASKS_PER_WORKER * workers - len(queue)):
+                queue.append((position, pool.submit(function, *arguments)))
+            if not queue:
+                break
+            position, task = queue.popleft()
+            tokens, own = task.result()
+            remarks.update(own)
+            first = dict.fromkeys(+own, paths[position[0]]) | first
+            yield position, tokens
     except BrokenProcessPool as error:
         raise UserError("a worker process was killed, probably for lack of memory: use fewer --workers") from error
     finally:
         pool.shutdown(cancel_futures=True)
+        for remark in first:
+            print_over_bar(f"{remarks[remark]:,} {remark}, first in {first[remark]}")
 
 
-def list_tasks(paths, state):
-    """Yield (state, function, *arguments) for the tasks of all files, in order, from `state` on."""
+def list_tasks(paths, state, limit):
+    """Yield (state, function, *arguments) for the tasks of all files, in order, from `state` on.
+
+    The function returns (tokens, remarks): (n,) uint16, and a Counter.
+    """
     first, *position = (*state, 0, 0, 0)[:3]
     for file, path in enumerate(paths[first:], first):
-        for a, b, *task in FORMATS[suffix(path)](path, *(position if file == first else (0, 0))):
+        for a, b, *task in FORMATS[suffix(path)](path, *(position if file == first else (0, 0)), limit):
             yield (file, a, b), *task
 
 
 def suffix(path):
-    """A file's suffix; .gz and .zst do not count."""
-    return Path(re.sub(r"\.(gz|zst)$", "", str(path))).suffix
+    """A file's suffix, in lower case; .gz and .zst do not count."""
+    return Path(re.sub(r"\.(gz|zst)$", "", str(path).lower())).suffix
 
 
 def start_worker(_):
@@ -77,37 +93,59 @@ def start_worker(_):
 @contextlib.contextmanager
 def reading(path):
     """Turn errors of reading `path` into a UserError: a worker can pickle it, unlike some of the hub's exceptions."""
+    import pyarrow as pa
+
     try:
-        yield
-    except UserError:
-        raise
-    except Exception as error:
-        raise UserError(
-            f"cannot read {path}: {first_line(error)}; when it can be read, run the same command again"
-        ) from error
+        with contextlib.nullcontext() if isinstance(path, Path) else answered():
+            yield
+    except (OSError, ValueError, pa.ArrowException) as error:
+        hint = "when it can be read, run the same command again"
+        if "too much memory" in str(error):
+            hint = f"its window is above 128 MB: decompress it with zstd -d --long=31 {path}"
+        raise UserError(f"cannot read {path}: {first_line(error)}; {hint}") from error
+
+
+def too_long(where, limit):
+    return UserError(f"{where}: a document of more than {limit / 2**20:g} MB; --max_document_mb sets the limit")
+
+
+def decode(data):
+    """(text, how many times bytes are not UTF-8 and became U+FFFD)."""
+    try:
+        return data.decode(), 0
+    except UnicodeDecodeError:
+        text = data.decode(errors="replace")
+        return text, text.count("\ufffd") - data.count("\ufffd".encode())
 
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Parquet: workers read their documents themselves, so that no text passes between processes
 
 
-def list_parquet(path, group, batch):
+def list_parquet(path, group, batch, limit):
     """Yield (row group, batch, function, *arguments) from a position on."""
     metadata = open_parquet(path).metadata
     for g in range(group, metadata.num_row_groups):
         for b in range(-(-metadata.row_group(g).num_rows // DOCUMENTS_PER_TASK)):
             if (g, b) >= (group, batch):
-                yield g, b, tokenize_parquet, path, g, b
+                yield g, b, tokenize_parquet, path, g, b, limit
 
 
-def tokenize_parquet(path, group, batch):
-    """The tokens of documents [batch * DOCUMENTS_PER_TASK, (batch + 1) * DOCUMENTS_PER_TASK) of a row group.
+def tokenize_parquet(path, group, batch, limit):
+    """The (tokens, remarks) of documents [batch * DOCUMENTS_PER_TASK, (batch + 1) * DOCUMENTS_PER_TASK) of a row group.
 
-    A missing document counts as an empty one. Bytes that are not UTF-8 become U+FFFD.
+    A missing document counts as an empty one.
     """
+    import pyarrow.compute as pc
+
     with reading(path):
         column = next(each for number, each in batches_of(path, group) if number == batch).column(0)
-    return tokenize([(text or b"").decode(errors="replace") for text in column.cast("large_binary").to_pylist()])
+        column = column.cast("large_binary")
+    if (longest := pc.max(pc.binary_length(column)).as_py() or 0) > limit:
+        row = batch * DOCUMENTS_PER_TASK + pc.index(pc.binary_length(column), longest).as_py() + 1
+        raise too_long(f"{path}, row {row} of row group {group}", limit)
+    texts, wrong = zip(*(decode(text or b"") for text in column.to_pylist()))
+    return tokenize(texts), collections.Counter({EMPTY: texts.count(""), NOT_UTF8: sum(wrong)})
 
 
 @functools.lru_cache(maxsize=1)
@@ -118,17 +156,21 @@ def batches_of(path, group):
 
 @functools.lru_cache(maxsize=4)
 def open_parquet(path):
-    """Open a local parquet file, or one on the hub by byte ranges. Raises UserError without a text column."""
+    """Open a local parquet file (a Path), or one on the hub (a URL) by byte ranges. Raises UserError without a text
+    column."""
     import fsspec
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     with reading(path):
-        files, name = fsspec.core.url_to_fs(str(path))
-        # no read-ahead, which would fetch 5 MB beyond each range; the buffer holds the text of one row group
-        file = pq.ParquetFile(files.open(name, "rb", cache_type="none"), buffer_size=2**23)
+        source = path
+        if not isinstance(path, Path):
+            files, name = fsspec.core.url_to_fs(path)
+            source = files.open(name, "rb", cache_type="none")  # no read-ahead of 5 MB beyond each range
+        file = pq.ParquetFile(source, buffer_size=2**23)  # a buffer, not all the text of a row group
         types = dict(zip(file.schema_arrow.names, file.schema_arrow.types))
-    if types.get("text") not in (pa.string(), pa.large_string()):
+    kind = types.get("text")
+    if getattr(kind, "value_type", kind) not in (pa.string(), pa.large_string(), pa.string_view()):
         columns = ", ".join(f"{name} ({kind})" for name, kind in types.items())
         raise UserError(f"{path}: there is no column of strings named text, only {columns}")
     return file
@@ -138,49 +180,51 @@ def open_parquet(path):
 # Text: the parent reads and decompresses blocks. A position is (bytes, lines) before a block.
 
 
-def list_lines(path, *position):
-    """Yield (start, line, function, *arguments) for blocks of complete lines of a .jsonl file, from a position on."""
-    for start, line, block in read_blocks(path, *position, lambda block: block.rfind(b"\n") + 1):
-        yield start, line, tokenize_lines, path, line, block
+def list_lines(path, start, line, limit):
+    """Yield (byte, line, function, *arguments) for blocks of complete lines of JSON, from a position on."""
+    for byte, number, block in read_blocks(path, start, line, lambda block: block.rfind(b"\n") + 1, limit):
+        yield byte, number, tokenize_lines, path, number, block
 
 
 def tokenize_lines(path, line, block):
-    """The tokens of the documents in lines of JSON; line: their number in the file, from 0. Raises UserError."""
+    """The (tokens, remarks) of the documents in lines of JSON; line: their number in the file, from 0.
+
+    A document whose text is null counts as an empty one. Raises UserError.
+    """
     texts = []
-    for number, content in enumerate(decode(block, line == 0).split("\n"), line + 1):
-        if not content.strip():
+    content, wrong = decode(block)
+    for number, each in enumerate(content.split("\n"), line + 1):
+        if not each.strip():
             continue
         try:
-            document = json.loads(content)
-            check_fields(document, text=str)
-        except ValueError as error:
+            document = json.loads(each)
+            check_fields(document, text=str | None)
+        except (ValueError, RecursionError) as error:
             raise UserError(
-                f'{path}, line {number}: {first_line(error)}; a line must be a JSON object like {{"text": "..."}}'
+                f'{path}, line {number}: {first_line(error)}; a line must be a JSON object like {{"text": "..."}}: '
+                "jq -c .[] makes such lines of an array"
             ) from error
-        texts.append(re.sub("[\ud800-\udfff]", "\ufffd", document["text"]))  # halves of a \\u pair are not UTF-8
-    return tokenize(texts)
+        # halves of a \\u pair are not UTF-8
+        texts.append(re.sub("[\ud800-\udfff]", "\ufffd", document["text"] or ""))
+    return tokenize(texts), collections.Counter({EMPTY: texts.count(""), NOT_UTF8: wrong})
 
 
-def list_text(path, *position):
-    """Yield (start, line, function, *arguments) for blocks of a .txt file, from a position on."""
-    for start, line, block in read_blocks(path, *position, cut_text):
-        yield start, line, tokenize_text, block, start == 0
+def list_text(path, start, line, limit):
+    """Yield (byte, line, function, *arguments) for blocks of a file of text, from a position on."""
+    for byte, number, block in read_blocks(path, start, line, cut_text, limit):
+        yield byte, number, tokenize_text, block, byte == 0
 
 
 def tokenize_text(block, first):
-    """The tokens of a block that begins a file, or else goes on with the document of the block before.
+    """The (tokens, remarks) of a block that begins a file, or else goes on with the document of the block before.
 
-    Line breaks around documents are dropped, and documents without text. Bytes that are not UTF-8 become U+FFFD.
+    Line breaks around documents are dropped, and documents without text.
     """
-    text = (SEPARATOR if first else "") + decode(block, first)
-    rest, *documents = text.split(SEPARATOR)
+    text, wrong = decode(block)
+    rest, *documents = ((SEPARATOR if first else "") + text).split(SEPARATOR)
     documents = [text for document in documents if (text := document.strip("\r\n"))]
-    return tokenize([rest.rstrip("\r\n"), *documents])[1:]  # no <|endoftext|> before the rest
-
-
-def decode(block, first):
-    """The text of a block; the first of a file may begin with a byte-order mark."""
-    return block.decode("utf-8-sig" if first else "utf-8", errors="replace")
+    tokens = tokenize([rest.rstrip("\r\n"), *documents])[1:]  # no <|endoftext|> before the rest
+    return tokens, collections.Counter({NOT_UTF8: wrong})
 
 
 def cut_text(block):
@@ -197,32 +241,44 @@ def cut_text(block):
     return begin + len(match[0].encode(errors="surrogateescape")) if match else 0
 
 
-def read_blocks(path, start, line, cut):
-    """Yield (start, line, block) of a file of text from a position on, .gz and .zst decompressed.
+def read_blocks(path, start, line, cut, limit):
+    """Yield (byte, line, block) of a file of text from a position on, .gz and .zst decompressed, without a byte-order
+    mark.
 
-    cut(block): the length of a block's part that can be tokenized by itself, 0 if there is none.
+    cut(block): the length of a block's part that can be tokenized by itself, 0 if there is none. Raises UserError if
+    `limit` bytes cannot be cut, and for UTF-16.
     """
     import pyarrow as pa
 
-    with reading(path), pa.input_stream(str(path), compression="detect") as file:
+    compression = {".gz": "gzip", ".zst": "zstd"}.get(path.suffix.lower())
+    with reading(path), pa.input_stream(str(path), compression=compression) as file:
         for skipped in range(0, start, BYTES_PER_TASK):
             file.read(min(BYTES_PER_TASK, start - skipped))
         buffer, size = b"", BYTES_PER_TASK
         while True:
             buffer += file.read(max(0, size - len(buffer)))
             at_end = len(buffer) < size
-            if start == 0 and buffer.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+            if start == 0 and is_utf16(buffer):
                 raise UserError(f"{path} is UTF-16: convert it to UTF-8, for example with iconv -f UTF-16 -t UTF-8")
             # cut() sees `size` bytes, whatever the buffer holds beyond them: from a position on the blocks are the same
             end = len(buffer) if at_end else cut(buffer[:size])
             if end:
-                yield start, line, buffer[:end]
+                yield start, line, buffer[:end].removeprefix(codecs.BOM_UTF8 if start == 0 else b"")
                 start, line = start + end, line + buffer.count(b"\n", 0, end)
                 buffer, size = buffer[end:], BYTES_PER_TASK
             elif at_end:
                 return
+            elif size >= limit:
+                raise too_long(f"{path}, line {line + 1}", limit)
             else:
-                size *= 2
+                size = min(2 * size, limit)
 
 
-FORMATS = {".parquet": list_parquet, ".txt": list_text, ".jsonl": list_lines}
+def is_utf16(data):
+    """Whether bytes begin as UTF-16 does, or every other one is often 0."""
+    zeros = data[::2].count(0) - data[1::2].count(0)
+    return data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) or abs(zeros) > len(data) // 4
+
+
+FORMATS = {".parquet": list_parquet}
+FORMATS |= dict.fromkeys((".txt", ".md"), list_text) | dict.fromkeys((".jsonl", ".json"), list_lines)

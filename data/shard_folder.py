@@ -7,7 +7,6 @@ import numpy as np
 from common.errors import UserError
 from common.files import lock, write_json
 from data.shards import (
-    BLOCK,
     FINEWEB,
     FINEWEB_EDU,
     MANIFEST,
@@ -18,29 +17,46 @@ from data.shards import (
     read_with_entries,
     write_shard,
 )
+from data.tokenizer import END_OF_TEXT
 
 
-def split_into_shards(chunks, shard_size, skip=0):
-    """Cut chunks of tokens into shards; yields (tokens, state, skip) for each shard. The last shard may be shorter.
+def split_into_shards(chunks, shard_size, span, position=0, skip=0):
+    """Divide chunks of tokens into validation and training: yields (val, train, state, skip) for each training shard.
 
     chunks: an iterable of (state, tokens), where `state` says how to read the same chunk again.
-    skip: leave out so many tokens of the first chunk.
-    The yielded state and skip are the arguments that continue with the next shard: the next shard begins `skip` tokens
-    into the chunk of that state. After the last shard the state is None.
+    span: of the first 10 * shard_size tokens, every 10 * span begin with `span` tokens of validation. With
+    span = shard_size these are the first `span` tokens of all. A smaller span spreads the validation over the text; the
+    first token after each cut becomes <|endoftext|>.
+    position: tokens before the first chunk. skip: leave out so many tokens of the first chunk.
+    val: (n,) uint16, the validation tokens since the last yield. train: (shard_size,) uint16; the last one is shorter,
+    possibly empty. The yielded state and skip are where the next shard begins; after the last one the state is None.
     """
-    shard, filled = np.empty(shard_size, dtype=np.uint16), 0
+    val, train, filled = [], np.empty(shard_size, dtype=np.uint16), 0
     for state, chunk in chunks:
         while skip < len(chunk):
-            n = min(shard_size - filled, len(chunk) - skip)
-            shard[filled : filled + n] = chunk[skip : skip + n]
+            spread = position + skip < 10 * shard_size
+            offset = (position + skip) % (10 * span)
+            in_val = spread and offset < span
+            n = min(len(chunk) - skip, span - offset if in_val else min(10 * span - offset, shard_size - filled))
+            part = chunk[skip : skip + n].copy()
+            if spread and span < shard_size and offset in (0, span):
+                part[0] = END_OF_TEXT
             skip += n
+            if in_val:
+                val.append(part)
+                continue
+            train[filled : filled + n] = part
             filled += n
             if filled == shard_size:
-                yield shard, state, skip
-                shard, filled = np.empty(shard_size, dtype=np.uint16), 0
+                yield concatenate(val), train, state, skip
+                val, train, filled = [], np.empty(shard_size, dtype=np.uint16), 0
+        position += len(chunk)
         skip -= len(chunk)
-    if filled:
-        yield shard[:filled], None, 0
+    yield concatenate(val), train[:filled], None, 0
+
+
+def concatenate(parts):
+    return np.concatenate([np.empty(0, dtype=np.uint16), *parts])
 
 
 class ShardFolder:
@@ -52,16 +68,7 @@ class ShardFolder:
 
     def __init__(self, path):
         self.path = Path(path)
-        self.unfinished, self.manifest, self._lock = self.path / UNFINISHED, self.path / MANIFEST, self.path / "lock"
-
-    def shard_path(self, index, source):
-        """The path of shard `index`. source: the manifest's. Shard 0 is for validation, all others for training."""
-        name = {FINEWEB_EDU: "edufineweb", FINEWEB: "fineweb"}.get(source.get("dataset"), "text")
-        return self.path / f"{name}_{'train' if index else 'val'}_{index:06d}.npy"
-
-    def shard_paths(self):
-        """The shards that exist, sorted by name."""
-        return sorted(path for split in ("val", "train") for path in list_shards(self.path, split))
+        self.unfinished, self._lock = self.path / UNFINISHED, self.path / "lock"
 
     def lock(self):
         """Create the folder if needed and lock it: returns a file that holds the lock until closed.
@@ -72,9 +79,10 @@ class ShardFolder:
         return lock(self._lock, f"{self.path} is being written by another process: wait for it or choose another --out")
 
     def read_progress(self):
-        """The progress of an interrupted call, or None in a new folder. Raises UserError if the folder is complete."""
+        """The progress of an interrupted call, or None before its first shard. Raises UserError if the folder is
+        complete."""
         if not self.unfinished.exists():
-            if existing := self.shard_paths():
+            if existing := [*list_shards(self.path, "val"), *list_shards(self.path, "train")]:
                 raise UserError(
                     f"{self.path} already holds {len(existing)} shards: choose another --out, or delete them"
                 )
@@ -82,48 +90,33 @@ class ShardFolder:
         try:
             progress = read_with_entries(self.unfinished, flags=dict, source=dict, state=list | None, skip=int)
             for entry in progress["shards"]:
-                if len(open_shard(self.path / entry["name"])) != entry["tokens"]:
+                if not 0 < entry["tokens"] <= len(open_shard(self.path / entry["name"])):
                     raise ValueError(f"{entry['name']} does not have {entry['tokens']} tokens")
-            return progress
+            return progress if progress["shards"] else None
         except ValueError as error:
             raise UserError(f"{self.unfinished} is damaged ({error}): delete {self.path} and start again") from error
         except OSError as error:
             raise UserError(f"cannot read {self.unfinished}: {error.strerror}; choose another --out") from error
 
-    def write_progress(self, progress):
-        """Write progress, which marks the folder as not complete. Raises OSError."""
-        write_json(self.unfinished, progress)
-
-    def add_shard(self, tokens, progress):
-        """Write the next shard, then the progress with its entry, which is returned. Raises OSError."""
-        path = self.shard_path(len(progress["shards"]), progress["source"])
-        write_shard(path, tokens)
-        progress = progress | dict(shards=[*progress["shards"], manifest_entry(path)])
-        self.write_progress(progress)
+    def add(self, val, train, progress):
+        """Write the next training shard, add to the validation shard, and write the progress; after the last shard
+        write the manifest instead. Returns the progress with the shards' entries. Raises OSError."""
+        entries = list(progress["shards"])
+        if not entries:
+            write_json(self.unfinished, progress)  # marks the folder as not complete
+        for index, tokens in ((0, val), (max(1, len(entries)), train)):
+            name = {FINEWEB_EDU: "edufineweb", FINEWEB: "fineweb"}.get(progress["source"].get("dataset"), "text")
+            path = self.path / f"{name}_{'train' if index else 'val'}_{index:06d}.npy"
+            if index < len(entries):  # an interrupted call may have added more than the entry counts
+                tokens = np.concatenate((open_shard(path)[: entries[index]["tokens"]], tokens))
+            if len(tokens):
+                write_shard(path, tokens)
+                entries[index : index + 1] = [manifest_entry(path)]
+        progress = progress | dict(shards=entries)
+        if progress["state"] is None:
+            write_json(self.path / MANIFEST, dict(source=progress["source"], shards=entries))
+            self.unfinished.unlink()
+            self._lock.unlink()  # a process that has opened it finds a complete folder
+        else:
+            write_json(self.unfinished, progress)
         return progress
-
-    def cut_again(self, progress, shard_size):
-        """Replace all shards by others of `shard_size` tokens; returns the progress with their entries. Raises OSError.
-
-        A call that is interrupted meanwhile starts over.
-        """
-        shards = [open_shard(self.path / entry["name"]) for entry in progress["shards"]]  # readable once replaced
-        self.write_progress(progress | dict(shards=[], state=None, skip=0))
-        chunks = ((None, shard[start : start + BLOCK]) for shard in shards for start in range(0, len(shard), BLOCK))
-        entries = []
-        for tokens, _, _ in split_into_shards(chunks, shard_size):
-            path = self.shard_path(len(entries), progress["source"])
-            write_shard(path, tokens)
-            entries.append(manifest_entry(path))
-        return progress | dict(shards=entries)
-
-    def finish(self, progress):
-        """Write the manifest, remove the progress and the lock's file. Raises OSError."""
-        write_json(self.manifest, dict(source=progress["source"], shards=progress["shards"]))
-        self.unfinished.unlink()
-        self._lock.unlink()  # a process that has opened it finds a complete folder
-
-    def delete_shards(self):
-        """Delete all shards, the progress and the lock's file."""
-        for path in [*self.shard_paths(), self.unfinished, self._lock]:
-            path.unlink(missing_ok=True)

@@ -3,6 +3,7 @@
 import functools
 import importlib.util
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +15,10 @@ from common.errors import UserError
 
 END_OF_TEXT = 50256  # <|endoftext|>, which precedes every document
 VOCAB_SIZE = 50257  # 256 bytes + 50,000 merges + <|endoftext|>
+
+# The white space of GPT-2's split pattern; Python's \s has four control characters more
+WHITE_SPACE = re.compile("[\t-\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000]{2,}")
+LONG_WHITE_SPACE = 100_000  # characters
 
 # SHA-256 of OpenAI's two files, from tiktoken_ext/openai_public.py
 VOCAB_BPE_SHA256 = "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5"
@@ -74,16 +79,26 @@ def token_bytes():
     return np.array([len(text(token)) for token in range(END_OF_TEXT)] + [0])
 
 
-def tokenize(texts):
-    """Encode texts, each preceded by <|endoftext|>, into one array: (tokens,) uint16.
+def encode(text):
+    """The tokens of a text: (tokens,) uint32. The string "<|endoftext|>" is encoded as ordinary text.
 
-    The string "<|endoftext|>" inside a text is encoded as ordinary text.
+    GPT-2's split pattern, `\\s+(?!\\S)`, takes n characters of white space before a word as n - 1 and then the last one
+    with the word. It finds this by backtracking, and fails from 999,999 characters on. So the text is cut before that
+    last one: at the end of a text `\\s++$` takes the n - 1 as one piece too, and no pattern looks back.
     """
-    encode = get_tokenizer().encode_to_numpy
+    cuts = [0, len(text)]
+    if len(text) > LONG_WHITE_SPACE:
+        cuts[1:1] = [run.end() - 1 for run in WHITE_SPACE.finditer(text) if len(run[0]) > LONG_WHITE_SPACE]
+    parts = [text[start:end] for start, end in zip(cuts, cuts[1:])]
+    return np.concatenate([get_tokenizer().encode_to_numpy(part, disallowed_special=()) for part in parts])
+
+
+def tokenize(texts):
+    """Encode texts, each preceded by <|endoftext|>, into one array: (tokens,) uint16."""
     separator = np.array([END_OF_TEXT], dtype=np.uint16)
     parts = [separator[:0]]  # so that no texts give an empty array
     for text in texts:
-        parts += [separator, encode(text, disallowed_special=())]
+        parts += [separator, encode(text)]
     return np.concatenate(parts, dtype=np.uint16, casting="same_kind")
 
 

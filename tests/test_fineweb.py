@@ -18,7 +18,6 @@ import fineweb
 from common.errors import UserError
 from common.files import digest, lock
 from data.documents import batches_of, list_tasks, open_parquet
-from data.shard_folder import ShardFolder
 from data.shards import open_shards
 from data.tokenizer import END_OF_TEXT, get_tokenizer
 
@@ -133,7 +132,8 @@ def test_the_command(command, call_main, documents, tmp_path):
     arguments = ("--input", "docs*", "--out", "few", "--shard_size", 100, "--max_tokens", 250)
     done = command("fineweb.py", *arguments, env=dict(TQDM_DISABLE="1"))  # --max_tokens does not need the bar
     assert done.returncode == 0, done.stderr
-    assert "1 validation shard" in done.stdout and "train_gpt2.py --model tiny --data_dir few" in done.stdout
+    assert "250 tokens in few: 100 for validation, 150 for training" in done.stdout
+    assert "train_gpt2.py --model tiny --data_dir few" in done.stdout
     assert np.array_equal(read_all(tmp_path / "few"), plain_tokens(TEXTS)[:250])
     expect_error(call_main("fineweb.py", *arguments), "already holds", "--out")
     with lock(tmp_path / "few" / "lock"):  # another call is writing this folder
@@ -148,17 +148,16 @@ def test_errors_are_one_line(call_main, tmp_path):
     total = len(plain_tokens(TEXTS))
     (tmp_path / "empty.txt").write_text("\n<|endoftext|>\n")
     expect_error(call_main("fineweb.py", "--input", "empty.txt"), "only 0 tokens", "more text")
-    exact = call_main("fineweb.py", "--input", "docs.parquet", "--shard_size", total)
-    expect_error(exact, f"only {total:,} tokens", "leave out --shard_size")
+    exact = ("--input", "docs.parquet", "--dataset", "fineweb", "--shard_size", total)
+    expect_error(call_main("fineweb.py", *exact), f"only {total:,} tokens", "smaller --shard_size")
     assert not list(tmp_path.rglob("*.npy")) and not list(tmp_path.rglob("unfinished.json"))
     expect_error(call_main("fineweb.py", "--input", "nothing*.parquet"), "nothing*.parquet", "no such files")
     expect_error(call_main("fineweb.py", "--input", "other.parquet"), "no column of strings named text", "words")
     expect_error(call_main("fineweb.py", "--input", "numbers.parquet"), "only text (int64)")
     expect_error(call_main("fineweb.py", "--input", "broken.parquet"), "broken.parquet", "cannot read")
     expect_error(call_main("fineweb.py", "--input", "docs.parquet", "--shard_size", 0), "--shard_size 0")
-    limited = ("--input", "docs.parquet", "--max_tokens", 50, "--shard_size", 50)
-    expect_error(call_main("fineweb.py", *limited), "only 50 tokens", "leave out --shard_size")
-    expect_error(call_main("fineweb.py", "--input", "docs.parquet", "--max_tokens", 1), "raise --max_tokens")
+    limited = ("--input", "docs.parquet", "--max_tokens", 50)
+    expect_error(call_main("fineweb.py", *limited), "only 50 tokens", "a larger --max_tokens")
     expect_error(call_main("fineweb.py", "--input", "docs.parquet", "--subset", "x"), "leave them out with --input")
     (tmp_path / "docs.csv").write_text("text")
     expect_error(call_main("fineweb.py", "--input", "docs.csv"), "docs.csv: --input takes .txt")
@@ -177,7 +176,7 @@ def test_unreadable_sources(tmp_path):
 
     def read():
         paths, _ = fineweb.find_source(fineweb.Flags(input=str(path)))
-        return [function(*arguments) for _, function, *arguments in list_tasks(paths, (0, 0, 0))]
+        return [function(*arguments)[0] for _, function, *arguments in list_tasks(paths, (0, 0, 0), 2**25)]
 
     assert np.array_equal(np.concatenate(read()), plain_tokens(TEXTS))
     damaged = content[:50] + bytes(100) + content[150:]
@@ -196,47 +195,27 @@ def test_unreadable_sources(tmp_path):
         path.unlink()
 
 
-@pytest.mark.parametrize("total", [1200, 5000, 20_000])
-def test_a_small_corpus_has_ten_shards(command, tmp_path, total):
-    """Where a tenth is too few tokens to validate, the validation shard is larger, at most half."""
+@pytest.mark.parametrize("total", [1200, 20_000, 400_000])
+def test_the_validation_of_own_text_is_spread_over_it(command, tmp_path, total):
+    """A tenth, in pieces that begin with <|endoftext|>, as what follows them does."""
     text = "word" + " word" * (total - 2)
-    (tmp_path / "book.txt").write_text(text + "\n")
+    (tmp_path / "book.txt").write_text(text)  # 5 bytes a token
     done = command("fineweb.py", "--input", "book.txt", "--workers", 1)
     assert done.returncode == 0 and "--data_dir my_data" in done.stdout, done.stderr
-    sizes = [len(shard) for split in ("val", "train") for shard in open_shards(tmp_path / "my_data", split)]
-    size = {1200: 600, 5000: 1025, 20_000: 2000}[total]
-    assert sizes == [min(size, total - start) for start in range(0, total, size)]
-    assert np.array_equal(read_all(tmp_path / "my_data"), plain_tokens([text]))
+    expected, span = plain_tokens([text]), max(1025, len(text) // 400)
+    offset = np.arange(len(expected)) % (10 * span)
+    expected[(offset == 0) | (offset == span)] = END_OF_TEXT
+    for split, own in (("val", offset < span), ("train", offset >= span)):
+        (shard,) = open_shards(tmp_path / "my_data", split)
+        assert np.array_equal(shard[:], expected[own])
 
 
-def test_a_position_that_the_source_lacks(corpus, tmp_path):
-    """In a damaged unfinished.json. Without an error, documents would be missing or repeated."""
-    shards = [*open_shards(corpus, "val"), *open_shards(corpus, "train")]
-    flags = fineweb.Flags(input="x", out=str(tmp_path / "out"), shard_size=1000)
-    folder = ShardFolder(flags.out)
-
-    def chunks(state):
-        return (((i, 0), shard[:]) for i, shard in enumerate(shards) if (i, 0) >= tuple(state or (0, 0)))
-
-    def write(**damage):
-        progress = dict(flags={}, source={}, shards=[], state=None, skip=0) | damage
-        return fineweb.write_shards(folder, progress, chunks(progress["state"]), flags)
-
-    with folder.lock():
-        for state, skip in (([9, 0], 0), ([0, 9], 0), ([], 0), ([0], 0), ([0, 0, 1], 0), ([1, 0], 2001)):
-            with pytest.raises(UserError, match="unfinished.json is damaged"):
-                write(state=state, skip=skip)
-        write(state=[1, 0], skip=1000)
-    with pytest.raises(UserError, match="is not complete"):
-        open_shards(folder.path, "train")
-    folder.unfinished.unlink()
-    assert np.array_equal(read_all(folder.path), read_all(corpus)[1400:])
-
-
-@pytest.mark.parametrize(("shard_size", "after"), [(333, 1), (333, "end"), (None, 4)])
+@pytest.mark.parametrize(
+    ("shard_size", "after"), [(333, "000001"), (333, "000003"), (333, "shards.json"), (100_000_000, "shards.json")]
+)
 def test_an_interrupted_call_continues(command, documents, tmp_path, shard_size, after, call_main):
     """A call that is killed and then repeated writes the same files as one call."""
-    arguments = ("--input", "docs*", "--workers", 2, *(("--shard_size", shard_size) if shard_size else ()))
+    arguments = ("--input", "docs*", "--workers", 2, "--shard_size", shard_size)
     assert command("fineweb.py", *arguments, "--out", "single").returncode == 0
     # exits while it writes a shard, or the manifest
     script = tmp_path / "killed.py"
@@ -246,21 +225,21 @@ def test_an_interrupted_call_continues(command, documents, tmp_path, shard_size,
         "from common import errors\n"
         "from data import shard_folder\n"
         "if __name__ == '__main__':\n"
-        "    write, manifest = shard_folder.write_shard, shard_folder.ShardFolder.finish\n"
-        "    die = lambda *_: os._exit(9)\n"
-        f"    shard_folder.write_shard = lambda path, _: (die if '{after:0>6}' in path.name else write)(path, _)\n"
-        f"    shard_folder.ShardFolder.finish = die if {after == 'end'} else manifest\n"
+        "    for name in ('write_shard', 'write_json'):\n"
+        "        def write(path, content, write=getattr(shard_folder, name)):\n"
+        f"            os._exit(9) if '{after}' in path.name else write(path, content)\n"
+        "        setattr(shard_folder, name, write)\n"
         "    errors.run(fineweb.main)\n"
     )
     assert command(script, *arguments, "--out", "parts").returncode == 9
     with pytest.raises(UserError, match="parts is not complete"):
         open_shards(tmp_path / "parts", "val")
-    if shard_size:
-        other = command("fineweb.py", *arguments, "--out", "parts", "--shard_size", 500)
+    if after == "000003":  # else it begins again
+        other = call_main("fineweb.py", *arguments, "--out", "parts", "--shard_size", 500)
         expect_error(other, "was started with", "--shard_size 333")
-    (tmp_path / "docs9.parquet").write_bytes((tmp_path / "docs0.parquet").read_bytes())
-    expect_error(call_main("fineweb.py", *arguments, "--out", "parts"), "other files")
-    (tmp_path / "docs9.parquet").unlink()
+        (tmp_path / "docs9.parquet").write_bytes((tmp_path / "docs0.parquet").read_bytes())
+        expect_error(call_main("fineweb.py", *arguments, "--out", "parts"), "other files")
+        (tmp_path / "docs9.parquet").unlink()
     done = command("fineweb.py", *arguments, "--out", "parts")
     assert done.returncode == 0, done.stderr
     assert contents(tmp_path / "parts") == contents(tmp_path / "single")

@@ -11,7 +11,7 @@ from test_model import tiny
 import sample as sample_module
 from checkpoints import hugging_face
 from common.errors import UserError
-from sample import continue_prompt, draw_token, generate, read_prompt, sample
+from sample import draw_token, generate, read_prompt, sample
 
 
 def continued(model, tokens, count, **options):
@@ -49,13 +49,10 @@ def test_the_cache_does_not_change_the_tokens(attention, length):
 def test_logits_that_are_not_finite_are_an_error(options):
     """Also if only a later position has them."""
     model = tiny_gpt2()
-    tokens = continue_prompt(model, "a chair", 2, 9, seed=1, **options)
-    assert len(next(tokens)) == 2
     model.transformer.wpe.weight.data[5] = math.nan
+    assert len(sample(model, "a chair", 2, 3, **options)) == 2
     with pytest.raises(UserError, match="not finite.*earlier checkpoint"):
-        list(tokens)
-    with pytest.raises(UserError, match="not finite"):
-        sample(model, "the man sits down on a chair", 2, 9, **options)
+        sample(model, "a chair", 2, 9, **options)
 
 
 def test_temperature_top_k_and_top_p():
@@ -114,8 +111,6 @@ def test_the_command_and_its_errors(call_main, tmp_path, monkeypatch):
     arguments = ("sample.py", "c", "--prompt", "Once upon", "--max_new_tokens", 12, "--device", "cpu", "--top_p", 0.9)
     done = call_main(*arguments, "--count", 2)
     assert done.returncode == 0 and done.stdout.count("Once upon") == 2, done.stderr
-    one, streamed = call_main(*arguments, "--count", 1), call_main(*arguments, "--stream")
-    assert streamed.stdout == one.stdout != "", streamed.stderr  # also characters of several tokens
     assert call_main(*arguments[:1], "run", *arguments[2:], "--count", 2).stdout == done.stdout  # its newest checkpoint
     expect_error(call_main("sample.py", "empty", "--device", "cpu"), "empty is a run without checkpoints")
     expect_error(call_main("sample.py", "run/checkpoint_9", "--device", "cpu"), "run/checkpoint_9 is not a folder")

@@ -151,22 +151,28 @@ def test_document_starts_in_blocks(tmp_path, monkeypatch):
         assert np.array_equal(shard.document_starts(), np.flatnonzero(tokens == END_OF_TEXT))
 
 
-@pytest.mark.parametrize("sizes", [[25], [10, 10, 5], [4, 0, 9, 12], [1] * 25])
-def test_state_and_skip_continue_with_the_next_shard(sizes):
-    tokens = np.arange(25, dtype=np.uint16)
+@pytest.mark.parametrize("sizes", [[45], [10, 10, 25], [4, 0, 9, 32], [1] * 45])
+@pytest.mark.parametrize("span", [10, 2])
+def test_state_and_skip_continue_with_the_next_shard(sizes, span):
+    tokens = np.arange(45, dtype=np.uint16)
     chunks = list(enumerate(np.split(tokens, np.cumsum(sizes)[:-1])))
-    shards = list(split_into_shards(chunks, 10))
-    assert [shard[0].tolist() for shard in shards] == [list(range(10)), list(range(10, 20)), list(range(20, 25))]
-    assert shards[2][1:] == (None, 0)
-    for i in range(2):
-        _, state, skip = shards[i]
-        rest = list(split_into_shards(chunks[state:], 10, skip))
-        assert [shard[0].tolist() for shard in rest] == [shard[0].tolist() for shard in shards[i + 1 :]]
+    shards = list(split_into_shards(chunks, 10, span))
+    offset = tokens % (10 * span)
+    if span == 2:
+        tokens = np.where((offset == 0) | (offset == 2), END_OF_TEXT, tokens)
+    train = tokens[offset >= span]
+    assert np.array_equal(np.concatenate([val for val, *_ in shards]), tokens[offset < span])
+    assert [shard[1].tolist() for shard in shards] == [train[i : i + 10].tolist() for i in range(0, len(train), 10)]
+    assert shards[-1][2:] == (None, 0)
+    for i, (_, _, state, skip) in enumerate(shards[:-1]):
+        rest = split_into_shards(chunks[state:], 10, span, sum(sizes[:state]), skip)
+        for shard, expected in zip(rest, shards[i + 1 :], strict=True):
+            assert all(map(np.array_equal, shard, expected))
 
 
 def test_shards_must_match_the_manifest(tmp_path):
     write_corpus(tmp_path, sizes=(50, 60, 70))
-    entries = [manifest_entry(path) for path in ShardFolder(tmp_path).shard_paths()]
+    entries = [manifest_entry(path) for path in sorted(tmp_path.glob("*.npy"))]
     (tmp_path / "shards.json").write_text(json.dumps(dict(source={}, shards=entries)))
     assert [len(shard) for shard in open_shards(tmp_path, "train")] == [60, 70]
     path = tmp_path / "edufineweb_train_000002.npy"
@@ -226,17 +232,3 @@ def test_a_failed_write_leaves_the_previous_file(tmp_path):
         file.write(b"half of a shard")
         raise OSError("no space left on device")
     assert np.load(path).tolist() == [1, 1, 1]
-
-
-def test_a_second_cut_that_is_interrupted_starts_over(tmp_path, monkeypatch):
-    """Also where the first cut ended with a full shard, so that more of the source remained."""
-    folder = ShardFolder(tmp_path)
-    progress = dict(flags={}, source={}, shards=[], state=[4], skip=2)
-    for _ in range(2):
-        progress = folder.add_shard(np.full(20, END_OF_TEXT, dtype=np.uint16), progress)
-    with monkeypatch.context() as patch:
-        patch.setattr("data.shard_folder.write_shard", lambda *_: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            folder.cut_again(progress, 5)
-    assert folder.read_progress() == dict(progress, shards=[], state=None, skip=0)
-    assert [entry["tokens"] for entry in folder.cut_again(progress, 8)["shards"]] == [8] * 5
