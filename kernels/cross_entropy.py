@@ -12,6 +12,7 @@ The kernel computes in float32 for every input dtype, and sums in a fixed order,
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from kernels import cublaslt
 
@@ -37,9 +38,7 @@ def mean_cross_entropy(summed, x, weight, targets, vocab_size):
 
 
 @torch.library.custom_op("gpt2::summed_cross_entropy", mutates_args=())
-def summed_cross_entropy(
-    x: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, vocab_size: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def summed_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, vocab_size: int) -> tuple[Tensor, Tensor, Tensor]:
     """(loss, dx, dweight): the float32 sum of the cross-entropies of the logits x weightᵀ, and its gradients.
 
     x (N, C) and weight (V_padded, C) in 16 bits or float32, targets (N,) int64. Each gradient has the shape and dtype

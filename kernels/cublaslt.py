@@ -33,6 +33,7 @@ MIN_TUNED_SIZE = 1 << 20
 WORKSPACE_BYTES = 32 << 20
 MAX_ALGORITHMS = 16
 TIMING_ROUNDS = 5
+ZERO, ONE = np.zeros(1, np.float32), np.ones(1, np.float32)  # factors, which cuBLASLt reads through pointers
 
 
 @functools.cache
@@ -122,12 +123,6 @@ def descriptor_attribute(name):
     """(the number, the NumPy dtype) of one of cublasLtMatmulDescAttributes_t."""
     attribute = library().MatmulDescAttribute[name]
     return attribute, library().get_matmul_desc_attribute_dtype(attribute)
-
-
-@functools.cache
-def float32(value):
-    """A number that cuBLASLt reads through a pointer: an array that stays in host memory."""
-    return np.array([value], np.float32)
 
 
 def create_layout(x):
@@ -229,11 +224,12 @@ class Plan:
 
     def launch(self, algorithm, a, b, out, add=False):
         """Start out = a b, with `add` out += a b, on the current stream. Raises cuBLASLtError if cuBLASLt refuses."""
+        factor = ONE if add else ZERO
         workspace = torch.empty(algorithm["workspace_size"].item(), dtype=torch.uint8, device=out.device)
         handle, stream = create_handle(out.device), torch.cuda.current_stream(out.device).cuda_stream
         b_layout, a_layout, added_layout, out_layout = self.layouts
         library().matmul(
-            handle, self.descriptor, float32(1).ctypes.data, b.data_ptr(), b_layout, a.data_ptr(), a_layout,
-            float32(add).ctypes.data, out.data_ptr(), added_layout, out.data_ptr(), out_layout, algorithm.ctypes.data,
+            handle, self.descriptor, ONE.ctypes.data, b.data_ptr(), b_layout, a.data_ptr(), a_layout,
+            factor.ctypes.data, out.data_ptr(), added_layout, out.data_ptr(), out_layout, algorithm.ctypes.data,
             workspace.data_ptr(), workspace.numel(), stream,
         )  # fmt: skip

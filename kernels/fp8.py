@@ -31,6 +31,7 @@ Sources: Micikevicius et al. 2022, "FP8 Formats for Deep Learning"; NVIDIA's Tra
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from torch import Tensor
 
 from kernels import cublaslt, fp8_cast
 
@@ -157,9 +158,8 @@ def float8_gemm(a8, b8, scale_a, scale_b, dtype, bias=None, fast_accumulation=Fa
 
 @torch.library.custom_op("gpt2::fp8_linear", mutates_args=())
 def linear(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, w8: torch.Tensor, w8_t: torch.Tensor,
-    scales: torch.Tensor, amax: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    x: Tensor, weight: Tensor, bias: Tensor, w8: Tensor, w8_t: Tensor, scales: Tensor, amax: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
     """(x weightᵀ + bias, x8_t, measured). scales and amax are in the order x, dy, and for scales weight.
 
     x (N, K) bf16; weight (M, K) float32 takes part only to receive a gradient, its values come from w8 and w8_t;
@@ -179,8 +179,8 @@ def _(x, weight, bias, w8, w8_t, scales, amax):
 
 @torch.library.custom_op("gpt2::fp8_linear_backward", mutates_args=())
 def linear_backward(
-    dy: torch.Tensor, x8_t: torch.Tensor, w8_t: torch.Tensor, scales: torch.Tensor, measured: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    dy: Tensor, x8_t: Tensor, w8_t: Tensor, scales: Tensor, measured: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The gradients of x, weight and bias, and the complete measured amax."""
     x_scale, dy_scale, w_scale = scales[:, 0]
     measured = measured.clone()
@@ -212,9 +212,9 @@ linear.register_autograd(backward_of_linear, setup_context=save_for_linear_backw
 
 @torch.library.custom_op("gpt2::fp8_mlp", mutates_args=())
 def mlp(
-    x: torch.Tensor, w1: torch.Tensor, b1: torch.Tensor, w2: torch.Tensor, b2: torch.Tensor, w1_8: torch.Tensor,
-    w1_8t: torch.Tensor, w2_8: torch.Tensor, w2_8t: torch.Tensor, scales: torch.Tensor, amax: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    x: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor, w1_8: Tensor, w1_8t: Tensor, w2_8: Tensor,
+    w2_8t: Tensor, scales: Tensor, amax: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """(y, x8_t, h, a8_t, measured): h = x w1ᵀ (N, 4C) bf16, a = gelu(h + b1) in float8 only, y = a w2ᵀ + b2 (N, C).
 
     scales and amax are in the order x, a, dy, dh, and for scales w1, w2. x (N, C) bf16; w1 (4C, C) and w2 (C, 4C)
@@ -237,9 +237,9 @@ def _(x, w1, b1, w2, b2, w1_8, w1_8t, w2_8, w2_8t, scales, amax):
 
 @torch.library.custom_op("gpt2::fp8_mlp_backward", mutates_args=())
 def mlp_backward(
-    dy: torch.Tensor, x8_t: torch.Tensor, h: torch.Tensor, a8_t: torch.Tensor, b1: torch.Tensor, w1_8t: torch.Tensor,
-    w2_8t: torch.Tensor, scales: torch.Tensor, measured: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    dy: Tensor, x8_t: Tensor, h: Tensor, a8_t: Tensor, b1: Tensor, w1_8t: Tensor, w2_8t: Tensor, scales: Tensor,
+    measured: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """The gradients of x, w1, b1, w2 and b2, and the complete measured amax."""
     x_scale, a_scale, dy_scale, dh_scale, w1_scale, w2_scale = scales[:, 0]
     measured = measured.clone()

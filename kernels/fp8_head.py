@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from kernels import cross_entropy, fp8_cast
 from kernels.fp8 import FP8_MAX, float8_gemm
@@ -28,9 +29,7 @@ def fp8_cross_entropy(x, weight, targets, vocab_size):
 
 
 @torch.library.custom_op("gpt2::fp8_summed_cross_entropy", mutates_args=())
-def summed_cross_entropy(
-    x: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, vocab_size: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def summed_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, vocab_size: int) -> tuple[Tensor, Tensor, Tensor]:
     """As kernels.cross_entropy.summed_cross_entropy, with x in bf16."""
     x_scale, weight_scale = (amax(tensor) / FP8_MAX for tensor in (x, weight))
     softmax_scale = torch.full((), 1 / FP8_MAX, device=x.device)

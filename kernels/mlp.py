@@ -7,6 +7,7 @@ still in registers. Where cuBLASLt lacks the epilogue, PyTorch's operators compu
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from kernels import cublaslt
 
@@ -23,9 +24,7 @@ def fused_mlp(x, c_fc, c_proj, keep_gelu):
 
 
 @torch.library.custom_op("gpt2::mlp", mutates_args=())
-def mlp(
-    x: torch.Tensor, w1: torch.Tensor, b1: torch.Tensor, w2: torch.Tensor, b2: torch.Tensor, keep_gelu: bool
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def mlp(x: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor, keep_gelu: bool) -> tuple[Tensor, Tensor, Tensor]:
     """(y, h, a): h = x w1ᵀ + b1 (N, 4C), a = gelu(h) (N, 4C) or empty without keep_gelu, y = a w2ᵀ + b2 (N, C).
 
     x (N, C), w1 (4C, C), b1 (4C,), w2 (C, 4C), b2 (C,), one dtype for all.
@@ -50,8 +49,8 @@ def _(x, w1, b1, w2, b2, keep_gelu):
 
 @torch.library.custom_op("gpt2::mlp_backward", mutates_args=())
 def mlp_backward(
-    dy: torch.Tensor, x: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, h: torch.Tensor, a: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    dy: Tensor, x: Tensor, w1: Tensor, w2: Tensor, h: Tensor, a: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The gradients of x, w1, b1 and w2. dy (N, C); h and a are outputs of mlp."""
     a = a if len(a) else F.gelu(h, approximate="tanh")
     dh = torch.empty_like(h)

@@ -14,7 +14,6 @@ class Row:
     make: Callable  # of (model, config); each of its groups has its peak learning rate as "peak"
     state_bytes: Callable  # of n_embd: bytes of state for each parameter, (in the blocks, in the embeddings)
     fused: bool = True  # whether --fused_adamw applies
-    flags: tuple = ()  # flags that have no effect with another optimizer
     defaults: dict = field(default_factory=dict)  # of all flags that have others with it
     needs_rows: str | None = None  # why --tensor, which splits matrices, is impossible
 
@@ -81,7 +80,6 @@ OPTIMIZERS = dict(
     muon=Row(
         make_muon,
         lambda width: (4, 8),
-        flags=("adamw_lr", "momentum"),
         # dev/LOG.md says how they were chosen
         defaults=dict(
             optimizer="muon",

@@ -3,7 +3,7 @@
 import math
 
 from common.errors import Note
-from optim.optimizer import OPTIMIZERS, optimizer_defaults
+from optim.optimizer import optimizer_defaults
 
 # The defaults with --model tiny: it learns something on two CPU cores within three minutes
 TINY = dict(
@@ -32,8 +32,11 @@ def recipe_defaults(flags):
 
 def check_flags(config, distributed, notes):
     """Note flags without effect, and a learning-rate warm-up that is longer than the run."""
-    of_optimizers = [(flag, "optimizer", name) for name, row in OPTIMIZERS.items() for flag in row.flags]
-    for flag, other, value in (*of_optimizers, ("cooldown_ratio", "lr_schedule", "wsd")):
+    for flag, other, value in (
+        ("adamw_lr", "optimizer", "muon"),
+        ("momentum", "optimizer", "muon"),
+        ("cooldown_ratio", "lr_schedule", "wsd"),
+    ):
         if getattr(config, flag) != getattr(type(config), flag) and getattr(config, other) != value:
             notes.append(Note(flag, getattr(config, flag), f"it has no effect without --{other} {value}"))
     if config.batch_warmup_steps and accumulation_steps(config.batch_warmup_steps, config, distributed.data_size) == 1:
