@@ -8,19 +8,16 @@ torchrun --standalone --nproc_per_node=8 bench.py
 import common.interrupt  # first: Ctrl-C during the other imports
 from common.interrupt import StopSignal
 
-import math
 import statistics
 from dataclasses import dataclass, replace
 
 import torch
-from tqdm import trange
 
-from common.cli import flag
+from common.cli import flag, progress
 from common.errors import UserError, out_of_memory, run
 from config import GROUPS, SETTLING_STEPS, Config, read_command_line, resolve
 from data.loader import make_batch
 from data.tokenizer import END_OF_TEXT
-from measure.energy import mj_per_token, read_joules
 from parallel import place, process_group
 from parallel.memory import free_memory, less_memory
 from train_gpt2 import build, train_step
@@ -74,26 +71,16 @@ def time_steps(config, distributed, typed):
     tokens[torch.rand(B, T + 1) < 1e-3] = END_OF_TEXT  # documents of 1,000 tokens, FineWeb-Edu's mean
     batch = make_batch(tokens[:, :-1], tokens[:, 1:], distributed.device)
     results = []
-    gpus = [distributed.device] if distributed.device.type == "cuda" else []
-    steps = trange(
-        SETTLING_STEPS + config.steps, unit="step", leave=False, disable=None if distributed.is_main else True
-    )
     common.interrupt.end_at_once()  # a KeyboardInterrupt during compilation may abort the process
     with out_of_memory(less_memory(B)):
-        for step in steps:
-            if step == SETTLING_STEPS:
-                before = read_joules(gpus)
+        for step in progress(range(SETTLING_STEPS + config.steps), "steps"):
             results.append(train_step(trainer, config.batch_warmup_steps + step, lambda: batch, StopSignal()))
-    timed = results[SETTLING_STEPS:]
-    mj = mj_per_token(before, read_joules(gpus), sum(result.tokens for result in timed))
-    (mj,) = distributed.all_reduce(math.nan if mj is None else mj)
     if distributed.is_main:
-        report(trainer, results, mj)
+        report(trainer, results)
 
 
-def report(trainer, results, mj):
-    """Print the median rate. results: the StepResult of every step, warm-up included; mj: millijoules a token of all
-    GPUs, or NaN."""
+def report(trainer, results):
+    """Print the median rate. results: the StepResult of every step, warm-up included."""
     config, distributed = trainer.config, trainer.distributed
     step = statistics.median(result.seconds for result in results[SETTLING_STEPS:])
     rate = results[-1].tokens / step
@@ -101,8 +88,7 @@ def report(trainer, results, mj):
     reached = mfu(rate, flops_per_token(trainer.model, config.seq_len), peak)
     share = f", MFU {reached:.1%}" if reached else ""
     memory = peak_memory(distributed.device)
-    energy = f", {mj:.3g} mJ a token" if math.isfinite(mj) else ""
-    print(f"{rate:,.0f} tokens/sec, {1000 * step:.2f} ms a step{share}, peak memory {memory:.2f} GB{energy}")
+    print(f"{rate:,.0f} tokens/sec, {1000 * step:.2f} ms a step{share}, peak memory {memory:.2f} GB")
     devices = f"{distributed.world_size} × {environment(distributed.device)['hardware']}"
     devices += f", {place.describe(config, distributed)}" if distributed.world_size > 1 else ""
     print(f"first step {results[0].seconds:.1f} s; {devices}; PyTorch {torch.__version__}")

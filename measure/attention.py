@@ -17,15 +17,13 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from common.cli import parse
 from common.device import missing_package
 from common.errors import UserError, first_line, is_out_of_memory, run
 from kernels import flash4
 from kernels.attention import PACKED
 from kernels.packed_qkv import packed_qkv
-from measure.timing import KernelFlags, default_tokens, dtype_of_activations, forward_and_backward, time_all
+from measure.timing import KernelFlags, dtype_of_activations, forward_and_backward, start, time_all
 from model import causal_attention
-from parallel.process_group import start_alone
 from watch.hardware import peak_flops
 
 LENGTHS = tuple(512 * 2**i for i in range(7))
@@ -49,29 +47,16 @@ class Flags(KernelFlags):
 
 
 def main():
-    flags = parse(Flags)
-    device = start_alone(flags.device, "this times one device")
-    flags.tokens = flags.tokens or default_tokens(device)
-    flags.lengths = tuple(sorted(flags.lengths)) or tuple(T for T in LENGTHS if T <= flags.tokens)
-    check(flags)
-    names = candidates(device)
-    cases = [dict(name=name, D=D, T=T) for D in flags.widths for T in flags.lengths for name in names]
+    flags, device = start(Flags)
+    lengths = sorted(flags.lengths) or [T for T in LENGTHS if T <= flags.tokens]
+    cases = [dict(name=name, D=D, T=T) for D in flags.widths for T in lengths for name in candidates(device)]
+    if not cases or any(c["T"] < 1 or flags.tokens % c["T"] or c["D"] < 1 or flags.n_embd % c["D"] for c in cases):
+        raise UserError(
+            f"each of --lengths must divide --tokens {flags.tokens}, each of --widths --n_embd {flags.n_embd}"
+        )
     note = f"{flags.tokens:,} tokens, C = {flags.n_embd}. FLOPs are those of the causal half, 7·T·C a token"
-    time_all("attention", flags, device, cases, partial(measure, flags, device), "tflops", peak_flops(device), note)
-
-
-def check(flags):
-    """Raises UserError for sizes that cannot be measured."""
-    if not flags.lengths or not flags.widths:
-        raise UserError(f"no sequence length up to {flags.tokens} tokens, or no head width: use --lengths and --widths")
-    if min(*flags.lengths, *flags.widths) < 1:
-        raise UserError("--lengths and --widths must be at least 1")
-    for name, of, whole, parts in (
-        ("tokens", "lengths", flags.tokens, flags.lengths),
-        ("n_embd", "widths", flags.n_embd, flags.widths),
-    ):
-        if wrong := [part for part in parts if whole % part]:
-            raise UserError(f"--{name} {whole} is not a multiple of {wrong[0]}, one of --{of}: change one of the two")
+    limit = peak_flops(device) / 1e12
+    time_all("attention", flags, device, cases, partial(measure, flags, device), "TFLOP/s", limit, note)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -99,7 +84,7 @@ def attend(name, qkv, H):
 
 
 def measure(flags, device, name, D, T):
-    """{forward_ms, backward_ms, peak_gb, tflops} of a kernel. Raises UserError if it does not take these sizes.
+    """{forward_ms, backward_ms, peak_gb, rate in TFLOP/s} of a kernel. Raises UserError if it refuses these sizes.
 
     The FLOPs are those of flash attention over the causal half of the scores, 2 GEMMs forward and 5 backward of 2·T·C a
     token (Dao 2023, FlashAttention-2): the same for every kernel, also for those that compute all scores.
@@ -127,7 +112,7 @@ def measure(flags, device, name, D, T):
         if name == "FlashAttention-4":
             torch.nn.attention.restore_flash_attention_impl()
     flops = 7 * T * C * flags.tokens
-    return times | dict(tflops=flops / (times["forward_ms"] + times["backward_ms"]) / 1e9)
+    return times | dict(rate=flops / (times["forward_ms"] + times["backward_ms"]) / 1e9)
 
 
 if __name__ == "__main__":

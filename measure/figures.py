@@ -1,21 +1,14 @@
-"""Figures of the ladders and sweeps. A function with a `path` writes one PNG."""
+"""Figures of the ladders and sweeps, each a PNG. results: one dictionary for each run, as from child_run.measure()."""
 
 import statistics
 from itertools import cycle, product
+from pathlib import Path
 
 from common.errors import word
 from watch.curves import INK, MUTED, PALETTE, RULE, mark, new_figure
 
 SPEED, MEMORY = "#2f6fbb", "#c77d2e"
-HEAT = "Blues"
-MODEL_FLAGS = {"model", "n_layer", "n_head", "n_embd"}
-
-
-def rate_text(rate, least):
-    """A rate in thousands, or in ones if `least`, the lowest rate of the figure, is below 1,000: 44.3k, 1,167k, 812."""
-    if least < 1e3:
-        return f"{rate:,.0f}"
-    return f"{rate / 1e3:,.{1 if rate < 1e5 else 0}f}k"
+MODEL_FLAGS = ("model", "n_layer", "n_head", "n_embd")
 
 
 def describe(cell):
@@ -23,58 +16,46 @@ def describe(cell):
     return ", ".join(f"{name} {word(value)}" for name, value in cell.items())
 
 
-def about(facts, axes=()):
-    """One line on model, hardware and PyTorch version; facts: a run's config.json. axes: flags that a sweep changes."""
-    sizes = "GPT-2" if MODEL_FLAGS & set(axes) else f"GPT-2 of {facts['n_layer']} layers, {facts['n_embd']} wide"
-    ranks = 1 if "gpus" in axes else facts["world_size"]
-    devices = f"{ranks} × {facts['hardware']}" if ranks > 1 else facts["hardware"]
-    return f"{sizes}; {devices}, PyTorch {facts['torch']}"
+def save(figure, path, title, results, axes=()):
+    """Write a figure with a title: what it shows, the model, the data, the hardware and the PyTorch version.
 
-
-def model_of(cell):
-    """The flags of a sweep's cell that set the model's sizes: tokens/sec compare within one model only."""
-    return tuple((name, value) for name, value in cell.items() if name in MODEL_FLAGS)
-
-
-def ladder(results, path):
-    """Tokens/sec and peak memory of each rung, the first on top.
-
-    results: one dictionary per rung, as from measure.measure; only those with status "done" are drawn.
+    axes: flags that a sweep changes.
     """
-    results = [result for result in results if result["status"] == "done"]
-    names = [result["rung"] for result in results]
-    figure, (speed, memory) = new_figure(
-        11, 1.5 + 0.42 * len(names), columns=2, sharey=True, gridspec_kw=dict(width_ratios=(2.2, 1))
-    )
-    positions = range(len(names))
-    rates = [result["tokens_per_sec"] for result in results]
-    peaks = [result["peak_gb"] for result in results]
-    for ax, values, color, title in (
-        (speed, rates, SPEED, "tokens/sec, and × the first rung"),
-        (memory, peaks, MEMORY, "peak memory of a device, GB"),
-    ):
-        ax.barh(positions, values, height=0.68, color=color)
-        ax.set_xlim(0, 1.22 * max(values))
-        ax.set_xticks([])
-        ax.spines["bottom"].set_visible(False)
-        ax.set_title(title, loc="left", fontsize=10, color=MUTED)
-        for position, value in enumerate(values):
-            ratio = value / values[0]
-            rate = f"{rate_text(value, min(rates))}   {ratio:.{2 if ratio < 10 else 1}f} ×"
-            text = rate if ax is speed else f"{value:.1f}"
-            ax.text(value + 0.012 * max(values), position, text, va="center", fontsize=9, color=INK)
-    speed.set_yticks(positions, names)
-    speed.invert_yaxis()
-    figure.suptitle(
-        f"What each optimization buys: {about(results[0]['facts'])}", x=0.01, ha="left", fontsize=12, color=INK
-    )
+    facts = next(result["facts"] for result in results if result["status"] == "done")
+    sizes = {} if set(MODEL_FLAGS) & set(axes) else {name: facts[name] for name in ("n_layer", "n_embd")}
+    model = ", ".join(["GPT-2", *filter(None, [describe(sizes)])])
+    data = facts["dataset"] or Path(facts["data_dir"]).name
+    devices = facts["hardware"] if "gpus" in axes else f"{facts['world_size']} × {facts['hardware']}"
+    text = f"{title}\n{model}; data: {data}\n{devices}, PyTorch {facts['torch']}"
+    figure.suptitle(text, x=0.01, ha="left", fontsize=10, color=INK)
     figure.savefig(path)
 
 
-def time_to_loss(curves, target, facts, path):
+def ladder(results, path):
+    """Tokens/sec and peak memory of each rung, the first on top."""
+    results = [result for result in results if result["status"] == "done"]
+    height = 1.8 + 0.42 * len(results)
+    figure, axes = new_figure(11, height, columns=2, sharey=True, gridspec_kw=dict(width_ratios=(2.2, 1)))
+    titles = "tokens/sec, and × the first rung", "peak memory of a device, GB"
+    for ax, name, color, text in zip(axes, ("tokens_per_sec", "peak_gb"), (SPEED, MEMORY), titles):
+        values = [result[name] for result in results]
+        texts = [f" {value:.1f}" for value in values]
+        if name == "tokens_per_sec":
+            texts = [f" {value:,.0f}   {value / values[0]:.2f} ×" for value in values]
+        bars = ax.barh([result["rung"] for result in results], values, height=0.68, color=color)
+        ax.bar_label(bars, texts, fontsize=9, color=INK)
+        ax.margins(x=0.25)
+        ax.set_xticks([])
+        ax.spines["bottom"].set_visible(False)
+        ax.set_title(text, loc="left", fontsize=10, color=MUTED)
+    axes[0].invert_yaxis()
+    save(figure, path, "What each optimization buys", results)
+
+
+def time_to_loss(curves, target, results, path):
     """Validation loss against training time: for each rung the mean over its seeds, and a thin line for each seed.
 
-    curves: {rung: time_to_loss.Curve of each seed}, all with validations at the same steps. target: the loss to reach.
+    curves: {rung: to_loss.Curve of each seed}, all with validations at the same steps. target: the loss to reach.
     """
     figure, (ax,) = new_figure(9, 5.2)
     for (name, seeds), color in zip(curves.items(), cycle(PALETTE)):
@@ -89,56 +70,43 @@ def time_to_loss(curves, target, facts, path):
     ax.set_xlim(left=0)
     ax.grid(axis="y", color=RULE, linewidth=0.6)
     ax.legend(frameon=False, fontsize=9, labelcolor=INK)
-    ax.set_title(f"Time to a loss: {about(facts)}", loc="left", fontsize=11, color=INK)
-    figure.savefig(path)
+    save(figure, path, "Time to a loss", results)
 
 
 def heat_map(axes, results, path):
     """Tokens/sec over the grid of a sweep. The first flag is the x axis; all combinations of the others are the y axis.
-    Colors compare cells whose model has the same sizes.
+    Colors compare cells whose model has the same sizes. A cell without a result shows the reason.
 
-    axes: {flag: values}; results: one dictionary per cell so far, as from measure.measure, plus "cell": {flag: value}.
-    A cell without a result shows the reason.
+    axes: {flag: values}; results: those so far, each with "cell": {flag: value}.
     """
     (across, columns), *others = axes.items()
     rows = [dict(zip((name for name, _ in others), values)) for values in product(*(values for _, values in others))]
-    by_position = {}  # (y, x): result
-    for result in results:
-        row = {name: value for name, value in result["cell"].items() if name != across}
-        by_position[rows.index(row), columns.index(result["cell"][across])] = result
-    done = [result for result in results if result["status"] == "done"]
-    worst = min(result["tokens_per_sec"] for result in done)
     best = {}  # tokens/sec by model
-    for result in done:
-        model = model_of(result["cell"])
-        best[model] = max(best.get(model, 0), result["tokens_per_sec"])
-    ratios = {
-        position: result["tokens_per_sec"] / best[model_of(result["cell"])]
-        for position, result in by_position.items()
-        if result["status"] == "done"
-    }
-    least = min(ratios.values())
 
-    figure, (ax,) = new_figure(max(7, 3 + 1.5 * len(columns)), 1.8 + 0.75 * len(rows))
-    grid = [[ratios.get((y, x), float("nan")) for x in range(len(columns))] for y in range(len(rows))]
-    ax.imshow(grid, cmap=HEAT, vmin=least - 0.4 * (1 - least) - 1e-3, vmax=1 + 1e-3, aspect="auto")
-    ax.set_facecolor("#f3f4f6")
-    for y, x in product(range(len(rows)), range(len(columns))):
-        result = by_position.get((y, x), dict(status="not run", reason="not run"))
+    def model_of(result):
+        return tuple(result["cell"].get(name) for name in MODEL_FLAGS)
+
+    for result in (result for result in results if result["status"] == "done"):
+        best[model_of(result)] = max(best.get(model_of(result), 0), result["tokens_per_sec"])
+    figure, (ax,) = new_figure(max(7, 3 + 1.5 * len(columns)), 2.1 + 0.75 * len(rows))
+    grid = [[float("nan")] * len(columns) for _ in rows]
+    for result in results:
+        cell = dict(result["cell"])
+        x, y = columns.index(cell.pop(across)), rows.index(cell)
+        text, style = result["status"], dict(color=MUTED)
         if result["status"] == "done":
-            ratio = ratios[y, x]
+            ratio = grid[y][x] = result["tokens_per_sec"] / best[model_of(result)]
             share = f"MFU {result['mfu']:.1%}" if result["mfu"] else f"{ratio:.2f} × the best"
-            text = f"{rate_text(result['tokens_per_sec'], worst)}\n{share}\n{result['peak_gb']:.1f} GB"
-            ax.text(
-                x, y, text, ha="center", va="center", fontsize=10, color="white" if ratio > (1 + least) / 2 else INK,
-                fontweight="bold" if ratio == 1 else "normal",
-            )  # fmt: skip
-        else:
-            reason = result["reason"] if len(result["reason"]) < 20 else result["status"]
-            ax.text(x, y, reason.replace("of ", "of\n"), ha="center", va="center", fontsize=9, color=MUTED)
+            text = f"{result['tokens_per_sec']:,.0f}\n{share}\n{result['peak_gb']:.1f} GB"
+            style = dict(color=INK, fontweight="bold" if ratio == 1 else "normal")
+        elif len(result["reason"]) < 20:
+            text = result["reason"]
+        ax.text(x, y, text, ha="center", va="center", fontsize=10, **style)
+    spread = 1 - min(ratio for ratios in grid for ratio in ratios if ratio == ratio) + 1e-3  # without NaN
+    # the middle of the colors: dark text is readable on all of them
+    ax.imshow(grid, cmap="Blues", vmin=1 - 1.2 * spread, vmax=1 + 0.8 * spread, aspect="auto")
     ax.set_xticks(range(len(columns)), [word(value) for value in columns])
     ax.set_xlabel(across, color=INK)
     ax.set_yticks(range(len(rows)), [describe(row) for row in rows])
     ax.spines[:].set_visible(False)
-    ax.set_title(f"Tokens/sec and peak memory\n{about(done[0]['facts'], axes)}", loc="left", fontsize=11, color=INK)
-    figure.savefig(path)
+    save(figure, path, "Tokens/sec and peak memory", results, axes)

@@ -1,4 +1,4 @@
-"""One operation at every level: eager PyTorch, PyTorch's own kernel, torch.compile, Triton, a library.
+"""One operation at every level: eager PyTorch, PyTorch's own kernel, torch.compile, Triton.
 
     python -m measure.kernels                                        # cross-entropy, GELU and LayerNorm
     python -m measure.kernels --kernel gelu
@@ -19,14 +19,13 @@ from typing import Literal, get_args
 import torch
 import torch.nn.functional as F
 
-from common.cli import flag, parse
+from common.cli import flag
 from common.device import missing_compiler, missing_package
 from common.errors import UserError, run
-from measure.timing import KernelFlags, default_tokens, dtype_of_activations, forward_and_backward, time_all
-from parallel.process_group import start_alone
+from measure.timing import KernelFlags, dtype_of_activations, forward_and_backward, start, time_all
 
 EPSILON = 1e-5  # of LayerNorm
-Level = Literal["eager", "library", "compiled", "max-autotune", "triton", "liger"]
+Level = Literal["eager", "library", "compiled", "max-autotune", "triton"]
 
 
 @dataclass
@@ -45,25 +44,22 @@ class Flags(KernelFlags):
 
 
 def main():
-    flags = parse(Flags)
-    device = start_alone(flags.device, "this times one device")
-    flags.tokens = flags.tokens or default_tokens(device)
+    flags, device = start(Flags)
     cases = [dict(name=name, level=level) for name in flags.kernel for level in flags.levels if level in LEVELS[name]]
     if not cases:
         raise UserError("no operation has these levels: use --kernel and --levels, see --help")
     dtype = str(dtype_of_activations(device)).removeprefix("torch.")
     note = f"{flags.tokens:,} tokens, C = {flags.n_embd}, V = {flags.vocab_size:,}, {dtype}"
-    measured = partial(measure, flags, device)
-    time_all("kernels", flags, device, cases, measured, "gb_per_s", memory_bandwidth(device), note)
+    time_all("kernels", flags, device, cases, partial(measure, flags, device), "GB/s", memory_bandwidth(device), note)
 
 
 def memory_bandwidth(device):
-    """The bytes/s of a GPU's memory by its clock and bus width, or None if they are unknown."""
+    """GB/s of a GPU's memory by its clock and bus width, or None if they are unknown."""
     if device.type != "cuda":
         return None
     properties = torch.cuda.get_device_properties(device)
     clock, width = (getattr(properties, name, 0) for name in ("memory_clock_rate", "memory_bus_width"))  # kHz, bits
-    return 2 * clock * 1e3 * width / 8 or None  # double data rate: two transfers per clock
+    return 2 * clock * 1e3 * width / 8 / 1e9 or None  # double data rate: two transfers per clock
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -98,10 +94,6 @@ def library_cross_entropy(logits, targets):
     return F.cross_entropy(logits.float(), targets)  # as under autocast
 
 
-def library_gelu(x):
-    return F.gelu(x, approximate="tanh")
-
-
 def library_layer_norm(x, weight, bias):
     return F.layer_norm(x, x.shape[-1:], weight, bias, EPSILON)
 
@@ -113,29 +105,14 @@ def triton_cross_entropy(logits, targets):
     return cross_entropy_(logits.detach(), targets, logits.size(1)).mean()
 
 
-def liger_cross_entropy(logits, targets):
-    """Liger-Kernel's; forward also writes the gradient, over the logits."""
-    from liger_kernel.transformers.functional import liger_cross_entropy
-
-    return liger_cross_entropy(logits, targets)
-
-
-def liger_layer_norm(x, weight, bias):
-    from liger_kernel.transformers.functional import liger_layer_norm
-
-    return liger_layer_norm(x, weight, bias, EPSILON)
-
-
 # Mode of torch.compile; without CUDA graphs, which save launches: here one kernel takes longer than its launch
 MODES = {"compiled": None, "max-autotune": "max-autotune-no-cudagraphs"}
 
 # kernel: {level: its function}; the levels of MODES compile the library's, which model.py calls
 LEVELS = dict(
-    cross_entropy=dict(
-        eager=cross_entropy, library=library_cross_entropy, triton=triton_cross_entropy, liger=liger_cross_entropy
-    ),
-    gelu=dict(eager=gelu, library=library_gelu),
-    layer_norm=dict(eager=layer_norm, library=library_layer_norm, liger=liger_layer_norm),
+    cross_entropy=dict(eager=cross_entropy, library=library_cross_entropy, triton=triton_cross_entropy),
+    gelu=dict(eager=gelu, library=partial(F.gelu, approximate="tanh")),
+    layer_norm=dict(eager=layer_norm, library=library_layer_norm),
 )
 for levels in LEVELS.values():
     levels |= dict.fromkeys(MODES, levels["library"])
@@ -145,10 +122,9 @@ def missing(level, device):
     """What a level lacks on this device, or None."""
     if level in MODES and (problem := missing_compiler(device)):
         return problem
-    if level in ("max-autotune", "triton", "liger") and device.type != "cuda":
+    if level in ("max-autotune", "triton") and device.type != "cuda":
         return f"it is for GPUs, not {device.type}"
-    packages = dict(triton=("triton",), liger=("liger_kernel", "liger-kernel"))
-    return missing_package(*packages[level]) if level in packages else None
+    return missing_package("triton") if level == "triton" else None
 
 
 def function_of(kernel, level):
@@ -173,27 +149,20 @@ def make_inputs(kernel, flags, device):
     return leaves, targets
 
 
-def least_bytes(kernel, flags, device):
-    """Bytes that forward and backward together must move: each tensor read once or written once.
-
-    Cross-entropy reads logits and writes their gradient: a row fits into on-chip memory, so one pass can do both. GELU
-    and LayerNorm read x and write y in forward, read x and dy and write dx in backward, since the rest of the model is
-    computed in between.
-    """
-    N, C = flags.tokens, flags.n_embd
-    elements = dict(cross_entropy=2 * N * flags.vocab_size, gelu=5 * N * 4 * C, layer_norm=5 * N * C)[kernel]
-    return elements * dtype_of_activations(device).itemsize
-
-
 def measure(flags, device, name, level):
-    """{forward_ms, backward_ms, peak_gb, gb_per_s} of a kernel at a level. Raises UserError if the device lacks it."""
+    """{forward_ms, backward_ms, peak_gb, rate in GB/s} of a kernel at a level. Raises UserError if the device lacks it.
+
+    The bytes are those that forward and backward must move together. Cross-entropy reads logits and writes their
+    gradient: a row fits into on-chip memory, so one pass can do both. GELU and LayerNorm read x and write y in forward,
+    read x and dy and write dx in backward, since the rest of the model is computed in between.
+    """
     if reason := missing(level, device):
         raise UserError(reason)
     leaves, others = make_inputs(name, flags, device)
     function = partial(function_of(name, level), *leaves, *others)
     times = forward_and_backward(device, function, leaves, flags.repeats)
-    ms = times["forward_ms"] + times["backward_ms"]
-    return times | dict(gb_per_s=least_bytes(name, flags, device) / ms / 1e6)
+    moved = leaves[0].nbytes * (2 if name == "cross_entropy" else 5)
+    return times | dict(rate=moved / (times["forward_ms"] + times["backward_ms"]) / 1e6)
 
 
 if __name__ == "__main__":

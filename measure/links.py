@@ -9,17 +9,17 @@ nccl-tests. `python -m measure.plan --link GB/S` says what a bandwidth means for
 
 import common.interrupt  # first: Ctrl-C during the other imports
 
+import itertools
 import os
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 import torch.distributed as dist
-from tqdm import tqdm
 
-from common.cli import flag, parse
+from common.cli import flag, parse, progress
 from common.errors import UserError, out_of_memory, run
-from measure.results import Results, align
+from measure.results import Results
 from measure.timing import LONGEST, WARM_UP, TimingFlags, time_of
 from parallel import process_group
 from watch.hardware import environment
@@ -34,7 +34,6 @@ BUS_FACTORS = {
     "all-to-all": lambda n: (n - 1) / n,
 }
 COLUMNS = ("collective", "size", "ms", "algorithm GB/s", "bus GB/s")
-COLUMN_WIDTHS = (16, 8, 10, 14, 10)
 NOTE = (
     "A GB of size is 2^30 bytes, a GB/s is 10^9 bytes/s. Algorithm bandwidth is size over time; bus bandwidth is what "
     "a rank's link carries in one direction (nccl-tests' definitions)."
@@ -56,35 +55,26 @@ def main():
         flags.largest = 2**30 if distributed.device.type == "cuda" else 2**24
     if distributed.world_size == 1:
         raise UserError("links need several ranks: torchrun --standalone --nproc_per_node=2 -m measure.links")
-    device = distributed.device
-    files = distributed.on_main(lambda: Results(flags.log_dir, flags.run_name, "links", device))
     with out_of_memory(f"use a --largest below {flags.largest}"):
-        measure_links(flags, distributed, files)
-    if distributed.is_main:
-        print(files)
+        measure_links(flags, distributed)
     process_group.stop()
 
 
-def measure_links(flags, distributed, files):
-    """Time every collective at every size: a result for each in `files`, rank 0's Results; all ranks call this."""
+def measure_links(flags, distributed):
+    """Time every collective at every size, and write rank 0's Results; all ranks call this."""
     sizes = [4**i for i in range(5, 20) if 4**i <= flags.largest]
-    facts, main = facts_of_links(distributed), distributed.is_main
-    results = []
-    if main:
-        print(f"{facts['title']}\nresults: {files.folder}/\n{align(COLUMNS, COLUMN_WIDTHS)}")
-    with tqdm(total=len(sizes) * len(BUS_FACTORS), leave=False, disable=None if main else True) as bar:
-        for name, factor in BUS_FACTORS.items():
-            for size in sizes:
-                size, ms = time_collective(name, size, flags.repeats, distributed)
-                algorithm = 1e-6 * size / ms
-                result = dict(name=name, bytes=size, ms=ms, algorithm_gb_per_s=algorithm)
-                result |= dict(bus_gb_per_s=algorithm * factor(distributed.world_size), status="done", facts=facts)
-                results.append(result)
-                if main:
-                    bar.write(align(cells(result), COLUMN_WIDTHS))
-                bar.update()
-            if main:
-                files.save(results, COLUMNS, [cells(result) for result in results], f"{facts['title']}. {NOTE}")
+    facts = facts_of_links(distributed)
+    results = distributed.on_main(lambda: Results(flags, "links", distributed.device, COLUMNS))
+    for (name, factor), size in progress([*itertools.product(BUS_FACTORS.items(), sizes)], "links"):
+        size, ms = time_collective(name, size, flags.repeats, distributed)
+        rate = 1e-6 * size / ms
+        bus = rate * factor(distributed.world_size)
+        row = dict(name=name, bytes=size, ms=ms, algorithm_gb_per_s=rate, bus_gb_per_s=bus, status="done", facts=facts)
+        if results:
+            texts = [name, size_text(size), f"{ms:.4f}", f"{rate:.4g}", f"{bus:.4g}"]
+            results.add(row, texts, f"{facts['title']}. {NOTE}")
+    if results:
+        print(f"{facts['title']}\n{results}")
 
 
 def time_collective(name, size, repeats, distributed):
@@ -133,11 +123,6 @@ def size_text(size):
         if size >= 0.99 * scale:  # a size that is rounded down to equal parts
             return f"{size / scale:.3g} {unit}"
     return f"{size / 2**10:.3g} KB"
-
-
-def cells(result):
-    rates = (result["algorithm_gb_per_s"], result["bus_gb_per_s"])
-    return [result["name"], size_text(result["bytes"]), f"{result['ms']:.4f}", *(f"{rate:.4g}" for rate in rates)]
 
 
 if __name__ == "__main__":

@@ -25,7 +25,6 @@ from parallel.process_group import Distributed
 from watch.hardware import PEAK_TFLOPS
 
 COLUMNS = ("mode", "B", "peak GB", "ms a step", "tokens/sec", "waits")
-WIDTHS = (42, 3, 7, 9, 10, 6)
 CHOSEN = ("parallel", "tensor", "context", "pipeline", "activation_checkpointing", "micro_batch_size")
 
 
@@ -89,11 +88,11 @@ def main():
     set_sizes(sized, None)
     layouts = fastest(find_layouts(sized, typed), config.memory)
     batch = f"{config.total_batch_size:,} tokens a step in sequences of {config.seq_len:,}"
-    print(f"{batch}, on {config.gpus} × {config.gpu} with {config.memory:g} GB\n\n{align(COLUMNS, WIDTHS)}")
+    print(f"{batch}, on {config.gpus} × {config.gpu} with {config.memory:g} GB\n\n{align(COLUMNS, COLUMNS, 42)}")
     for layout in layouts[:10]:
         B, peak, rate = layout.config.micro_batch_size, layout.peak / 2**30, config.total_batch_size / layout.seconds
         numbers = str(B), f"{peak:.1f}", f"{1000 * layout.seconds:,.0f}", f"{rate:,.0f}", f"{layout.waits:.1%}"
-        print(align((str(layout), *numbers), WIDTHS))
+        print(align((str(layout), *numbers), COLUMNS, 42))
     print("\nThis is an estimate. B: sequences of a micro-batch. Waits: for communication and pipeline. The fastest:\n")
     chosen = {name: getattr(layouts[0].config, name) for name in CHOSEN}
     machines = max(1, config.gpus // config.gpus_per_machine)

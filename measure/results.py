@@ -1,8 +1,10 @@
-"""The folder of several measurements, and their tables, for the terminal and as Markdown."""
+"""The folder of several measurements, and their table, in the terminal and as Markdown."""
 
 import shlex
 import signal
 import sys
+
+from tqdm import tqdm
 
 from checkpoints.run_folder import folder_of, lock, make_folder
 from common.errors import UserError
@@ -13,34 +15,46 @@ from watch.hardware import environment
 class Results:
     """A folder with KIND.json and KIND.md, locked for this process; a ladder's also has KIND.png and every run."""
 
-    def __init__(self, log_dir, run_name, kind, device, goes_on=False):
-        """Make the folder, and let SIGTERM end the process as Ctrl-C does.
+    def __init__(self, flags, kind, device, columns, goes_on=False):
+        """Make the folder, print the table's head, and let SIGTERM end the process as Ctrl-C does.
 
-        goes_on: an existing folder of this kind is taken, and child_run.measure() skips the runs that are done in it.
-        Raises UserError for another folder that exists, one that another process writes, or one that cannot be made.
+        flags: with log_dir and run_name. goes_on: an existing folder of this kind is taken, and child_run.measure()
+        skips the runs that are done in it. Raises UserError for another folder that exists, one that another process
+        writes, or one that cannot be made.
         """
-        if run_name is not None and (folder := folder_of(log_dir, run_name)).exists():
+        if flags.run_name is not None and (folder := folder_of(flags.log_dir, flags.run_name)).exists():
             if not (goes_on and (folder / f"{kind}.json").exists()):
                 raise UserError(f"{folder} exists: choose another --run_name, or delete it")
-        self.folder, self.kind = make_folder(log_dir, run_name, kind), kind
+        self.folder, self.kind, self.columns = make_folder(flags.log_dir, flags.run_name, kind), kind, columns
         self._lock = lock(self.folder)  # until the process ends: another ladder would delete the run that is measured
         self.environment = environment(device)
+        self.rows, self._texts = [], []
         if not (self.folder / f"{kind}.json").exists():
-            self._write([])
+            self._write()
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # as on Ctrl-C: the run under measurement ends first
+        print(f"results: {self.folder}/\n{align(columns, columns)}")
 
-    def _write(self, results):
-        write_json(self.folder / f"{self.kind}.json", dict(command=shlex.join(sys.argv), results=results))
+    def _write(self):
+        write_json(self.folder / f"{self.kind}.json", dict(command=shlex.join(sys.argv), results=self.rows))
 
-    def save(self, results, columns, rows, note, draw=None):
-        """Write the results so far to KIND.json, their table to KIND.md and, with draw(path), the figure KIND.png.
+    @property
+    def done(self):
+        """The rows that have a result."""
+        return [row for row in self.rows if row["status"] == "done"]
 
-        rows: texts, of which a row may lack the last. note: below the table.
+    def add(self, row, cells, note, draw=None):
+        """Print a row of the table, and write all: KIND.json, KIND.md and, with draw(path), the figure KIND.png.
+
+        row: a dictionary with status, facts (of environment()) if it is "done", else a reason. cells: texts, only the
+        first if it is not done. note: below the table.
         """
-        self._write(results)
-        text = f"{markdown_table(columns, rows)}\n\n{note}"
-        if done := [result for result in results if result["status"] == "done"]:
-            facts = done[0]["facts"]
+        self.rows.append(row)
+        self._texts.append(cells if row["status"] == "done" else [*cells, f"{row['status']}: {row['reason']}"])
+        tqdm.write(align(self._texts[-1], self.columns))
+        self._write()
+        text = f"{markdown_table(self.columns, self._texts)}\n\n{note}"
+        if self.done:
+            facts = self.done[0]["facts"]
             text += f"\n\n{facts['hardware']}, PyTorch {facts['torch']}"
             text += f", CUDA {facts['cuda']}." if facts["cuda"] else "."
             if draw:
@@ -51,9 +65,10 @@ class Results:
         return f"{self.folder}/ has {self.kind}.md and {self.kind}.json"
 
 
-def align(texts, widths):
+def align(texts, columns, first=30):
     """A line of the terminal's table, the first column to the left and the others to the right."""
-    return "  ".join(text.ljust(w) if i == 0 else text.rjust(w) for i, (text, w) in enumerate(zip(texts, widths)))
+    widths = [max(10, len(name)) for name in columns[1:]]
+    return "  ".join([texts[0].ljust(first), *(text.rjust(width) for text, width in zip(texts[1:], widths))])
 
 
 def markdown_table(columns, rows):

@@ -9,10 +9,11 @@ from typing import Literal
 import torch
 from tqdm import tqdm
 
-from common.cli import flag
+from common.cli import flag, parse
 from common.errors import UserError, first_line, is_out_of_memory
 from measure.child_run import OUT_OF_MEMORY
-from measure.results import Results, align
+from measure.results import Results
+from parallel.process_group import start_alone
 
 WARM_UP = 3  # runs that are not measured
 LONGEST = 2.0  # seconds after which no further run is started
@@ -20,9 +21,6 @@ BUSY = 2_000_000  # clock cycles, 1 ms: the GPU waits until the host has launche
 # More than any GPU's L2 cache, as in triton.testing.do_bench: the runs read their inputs from memory, as in a step, in
 # which other layers fill the cache in between
 FLUSH_BYTES = 256 * 2**20
-
-
-KERNEL_RATES = dict(tflops=(1e12, "TFLOP/s"), gb_per_s=(1e9, "GB/s"))
 
 
 @dataclass
@@ -49,8 +47,12 @@ class KernelFlags(TimingFlags):
     """Embedding width C."""
 
 
-def default_tokens(device):
-    return 65536 if device.type == "cuda" else 1024
+def start(flags_type):
+    """(KernelFlags of the command line, the device) of a command that times kernels."""
+    flags = parse(flags_type)
+    device = start_alone(flags.device, "this times one device")
+    flags.tokens = flags.tokens or (65536 if device.type == "cuda" else 1024)
+    return flags, device
 
 
 def dtype_of_activations(device):
@@ -118,36 +120,23 @@ def forward_and_backward(device, function, leaves, repeats):
     return times
 
 
-def time_all(kind, flags, device, cases, measure, rate, limit, note):
+def time_all(kind, flags, device, cases, measure, unit, limit, note):
     """Measure one kernel after the other: a table in the terminal, KIND.json and KIND.md.
 
-    cases: {name: value} of each, which measure(**case) takes; it returns {name: value} of a result. rate: which of them
-    is compared with `limit`, the device's own rate a second, or None or 0. note: below the table.
+    cases: {name: value} of each, which measure(**case) takes; it returns {name: value} of a result. unit: that of its
+    "rate", and of `limit`, the device's own rate, or None or 0. note: below the table.
     """
-    files = Results(flags.log_dir, flags.run_name, kind, device)
-    scale, name = KERNEL_RATES[rate]
-    columns = (*cases[0], "forward ms", "backward ms", name, "of limit", "peak GB")
-    widths = (16, *[14] * (len(cases[0]) - 1), 10, 11, 8, 8, 8)
-    print(f"results: {files.folder}/\n{align(columns, widths)}")
-    note += f"; the limit is {limit / scale:,.0f} {name}" if limit else ""
-    results, rows = [], []
-    with tqdm(cases, unit="kernel", leave=False, disable=None) as bar:
-        for case in bar:
-            bar.set_description(", ".join(map(str, case.values())))
-            result = case | dict(facts=files.environment) | attempt(partial(measure, **case), device)
-            results.append(result)
-            row = [*map(str, case.values())]
-            if result["status"] == "done":
-                forward, backward, peak = (result[key] for key in ("forward_ms", "backward_ms", "peak_gb"))
-                row += [f"{forward:.3f}", f"{backward:.3f}" if backward else "–", f"{result[rate]:,.4g}"]
-                row.append(f"{scale * result[rate] / limit:.0%}" if limit else "–")
-                row.append("–" if peak is None else f"{peak:.2f}")
-            else:
-                row.append(f"{result['status']}: {result['reason']}")
-            rows.append(row)
-            bar.write(align(row, widths))
-            files.save(results, columns, rows, f"{note}. GB/s are 10^9 bytes, GB 2^30.")
-    print(files)
+    results = Results(flags, kind, device, (*cases[0], "forward ms", "backward ms", unit, "of limit", "peak GB"))
+    note += f"; the limit is {limit:,.0f} {unit}" if limit else ""
+    for case in tqdm(cases, unit="kernel", leave=False, disable=None):
+        result = case | dict(facts=results.environment) | attempt(partial(measure, **case), device)
+        cells = [*map(str, case.values())]
+        if result["status"] == "done":
+            cells += [f"{result['forward_ms']:.3f}", f"{result['backward_ms']:.3f}", f"{result['rate']:,.4g}"]
+            cells.append(f"{result['rate'] / limit:.0%}" if limit else "–")
+            cells.append("–" if result["peak_gb"] is None else f"{result['peak_gb']:.2f}")
+        results.add(result, cells, f"{note}. GB/s are 10^9 bytes, GB 2^30.")
+    print(results)
 
 
 def attempt(measure, device):

@@ -6,32 +6,23 @@ python -m measure.to_loss --max_steps 90 --recipes mask_documents=on   # what th
 
 import common.interrupt  # first: Ctrl-C during the other imports
 
-import json
 import math
 import statistics
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
 
-import torch
-from tqdm import tqdm
-
 from common.cli import flag, given, parse
-from common.device import choose_device_type
 from common.errors import UserError, run
-from config import GROUPS, SETTLING_STEPS, Config, command_line, defaults
-from measure import child_run, figures
+from config import GROUPS, SETTLING_STEPS, Config, defaults
+from measure import figures
 from measure.axes import read_recipe
-from measure.child_run import count_devices, measure
-from measure.results import Results, align
+from measure.child_run import begin, count_devices, finish, measure, read_metrics, run_config
 from optim import schedules
 from optim.optimizer import OPTIMIZERS, optimizer_defaults
-from optimizations import turn_off_unavailable
 from parallel.memory import LARGEST_IN_WARMUP
-from parallel.process_group import Distributed
 
 COLUMNS = ("rung", "final loss", "difference", "tokens", "× first", "seconds", "× first")
-WIDTHS = (22, 15, 16, 13, 8, 11, 8)
 VAL_TOKENS = 2621440  # at most, in each of some 20 validations
 # Each warm-up's largest fraction of max_steps. A high learning rate needs a long one: dev/LOG.md, "Recipes"
 LR_WARMUP, BATCH_WARMUP = 0.9, 0.45
@@ -88,80 +79,72 @@ def climb(config):
 
     config: a ToLossConfig. Raises UserError if the first recipe cannot run, or if a run failed.
     """
-    if child_run.is_other_rank():
-        return
     if config.max_steps <= SETTLING_STEPS:
         raise UserError(f"--max_steps {config.max_steps}: the first {SETTLING_STEPS} steps only warm up; use more")
-    recipes = choose_recipes(config.recipes)
-    if config.batch_warmup_steps:
-        raise UserError("the batch warm-up is a rung of its own: leave out --batch_warmup_steps")
-    if not config.recipes and (config.optimizer != Config.optimizer or config.fp8):
-        raise UserError("Muon and fp8 are rungs of their own: leave out --optimizer and --fp8, or use --recipes")
-    child_run.check(config)
-    device = torch.device(choose_device_type(config.device))
-    results = Results(config.log_dir, config.run_name, "to_loss", device, goes_on=True)
-    widths = max(WIDTHS[0], *map(len, recipes)), *WIDTHS[1:]
-    print(f"results: {results.folder}/\n{align(COLUMNS, widths)}")
-    steps, ranks = config.max_steps, count_devices(config)
-    splits = (config.tensor, config.context, config.pipeline) if ranks > 1 else ()  # one rank: they are turned off
-    distributed = Distributed(0, ranks, device, *splits)
-    rows, texts, curves, changes, target = [], [], {}, {}, config.target_loss
-    with tqdm(total=len(recipes) * config.seeds * steps, unit="step", leave=False, disable=None) as bar:
-        for index, (name, recipe) in enumerate(recipes.items(), 1):
-            rung, notes = turn_off_unavailable(recipe_run(config, changes | recipe), distributed)
-            if rung.batch_warmup_steps:
-                size = min(rows[0]["facts"]["micro_batch_size"], LARGEST_IN_WARMUP)
-                rung = match_tokens(rung, size, distributed.data_size)
-                schedules.check_flags(rung, distributed, notes)
-            idle = "; ".join(str(note) for note in notes if note.flag in recipe)
-            runs = [dict(status="skipped", reason=idle)] if idle else []
-            for seed in () if idle else range(config.seed, config.seed + config.seeds):
-                bar.set_description(f"{name}, seed {seed}")
-                arguments = command_line(replace(rung, seed=seed))
-                runs.append(measure(arguments, results, f"{index:02d}_seed{seed}", ranks, rung.max_steps, bar))
-                if runs[-1]["status"] != "done":
-                    break  # the other seeds would fail too
-            row = next((run for run in runs if run["status"] != "done"), None)
-            if not row:
-                of_seeds = [read_curve(results.folder / run["name"]) for run in runs]
-                row = summarize(name, of_seeds, target)
-            if row["status"] == "done":
-                changes |= recipe
-                curves[name] = of_seeds
-                target = target or row["loss"]
-                row |= dict(facts=runs[0]["facts"], commands=[run["command"] for run in runs])
-            elif not rows:
-                raise UserError(row["reason"])
-            rows.append(dict(row, rung=name))
-            bar.update(index * config.seeds * steps - bar.n)
-            texts.append(cells(rows))
-            bar.write(align(texts[-1], widths))
-            draw = partial(figures.time_to_loss, curves, target, rows[0]["facts"])
-            results.save(rows, COLUMNS, texts, note(target, config.seeds), draw)
-    child_run.finish(results, rows)
+    recipes = choose_recipes(config)
+    results, ranks = begin(config, "to_loss", COLUMNS), count_devices(config)
+    curves, changes, target = {}, {}, config.target_loss
+    for index, (name, recipe) in enumerate(recipes.items(), 1):
+        rung = recipe_run(config, changes | recipe)
+        if rung.batch_warmup_steps:
+            rung = match_tokens(rung, results.done[0]["facts"])
+        runs = []
+        for seed in range(config.seed, config.seed + config.seeds):
+            runs.append(measure(replace(rung, seed=seed), results, f"{index:02d}_seed{seed}", ranks))
+            if runs[-1]["status"] != "done":
+                break  # the other seeds would fail too
+        row = runs[-1]
+        if row["status"] == "done":
+            of_seeds = [read_curve(results.folder / run["name"]) for run in runs]
+            row = summarize(of_seeds, target) | dict(facts=row["facts"], commands=[run["command"] for run in runs])
+        if row["status"] == "done":
+            changes |= recipe
+            curves[name] = of_seeds
+            target = target or row["loss"]
+        elif not results.rows:
+            raise UserError(row["reason"])
+        draw = partial(figures.time_to_loss, curves, target, results.rows)
+        results.add(dict(row, rung=name), cells(name, row, results.done), note(target, config.seeds), draw)
+    finish(results)
 
 
-def choose_recipes(texts):
+def choose_recipes(config):
     """RECIPES, or those of --recipes: a rung of the command line's flags, then one for each text.
 
-    Raises UserError for a bad text.
+    Raises UserError for a bad text, and for flags that are rungs.
     """
+    texts = config.recipes
+    if config.batch_warmup_steps:
+        raise UserError("the batch warm-up is a rung of its own: leave out --batch_warmup_steps")
     if len(set(texts)) < len(texts):
         raise UserError("--recipes names a rung twice")
-    if not texts:
-        return RECIPES
-    recipes = {text: read_recipe(text) for text in texts}
-    # not recipe_defaults: model=tiny has defaults for steps and evaluations, which are the ladder's
-    return {"flags as given": {}} | {text: optimizer_defaults(flags) | flags for text, flags in recipes.items()}
+    if texts:
+        recipes = {text: read_recipe(text) for text in texts}
+        # not recipe_defaults: model=tiny has defaults for steps and evaluations, which are the ladder's
+        return {"flags as given": {}} | {text: optimizer_defaults(flags) | flags for text, flags in recipes.items()}
+    if config.optimizer != Config.optimizer or config.fp8:
+        raise UserError("Muon and fp8 are rungs of their own: leave out --optimizer and --fp8, or use --recipes")
+    return RECIPES
 
 
 def recipe_run(config, changes):
     """The Config of a recipe's run: some 20 validations, no other evaluations; the warm-ups fit into the steps."""
     own = dict(hellaswag_every=0, sample_every=0, checkpoint_every=0, val_every=max(1, config.max_steps // 20))
-    changed = child_run.run_config(config, **own, val_tokens=min(config.val_tokens, VAL_TOKENS), **changes)
-    warmup_steps = min(changed.warmup_steps, int(LR_WARMUP * config.max_steps))
-    batch_warmup_steps = min(changed.batch_warmup_steps, int(BATCH_WARMUP * config.max_steps))
-    return replace(changed, warmup_steps=warmup_steps, batch_warmup_steps=batch_warmup_steps)
+    changed = run_config(config, **own, val_tokens=min(config.val_tokens, VAL_TOKENS), **changes)
+    changed.warmup_steps = min(changed.warmup_steps, int(LR_WARMUP * config.max_steps))
+    changed.batch_warmup_steps = min(changed.batch_warmup_steps, int(BATCH_WARMUP * config.max_steps))
+    return changed
+
+
+def match_tokens(config, facts):
+    """config with max_steps raised to make up for the tokens that the batch warm-up leaves out, to within one batch.
+
+    facts: config.json of the first rung, which chose a micro-batch.
+    """
+    config = replace(config, micro_batch_size=min(facts["micro_batch_size"], LARGEST_IN_WARMUP))
+    ranks = facts["world_size"] // (config.tensor * config.context * config.pipeline)
+    missing = config.max_steps * config.total_batch_size - schedules.tokens_to_train(config, 0, max(1, ranks))
+    return replace(config, max_steps=config.max_steps + missing // config.total_batch_size)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -179,17 +162,17 @@ class Curve(NamedTuple):
 def read_curve(folder):
     """The Curve of a run's folder. The first steps include compilation: their time is their tokens times the median
     time per token of the others."""
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    steps = [row for row in rows if "step_ms" in row]
-    sizes = [row["tokens"] - before for row, before in zip(steps, [0, *(row["tokens"] for row in steps)])]
-    usual = statistics.median(row["step_ms"] / n for row, n in list(zip(steps, sizes))[SETTLING_STEPS:])
-    for row, n in zip(steps[:SETTLING_STEPS], sizes):
-        row["step_ms"] = usual * n
+    rows = read_metrics(folder)
+    steps, before = [row for row in rows if "step_ms" in row], 0
+    for row in steps:
+        row["size"], before = row["tokens"] - before, row["tokens"]
+    usual = statistics.median(row["step_ms"] / row["size"] for row in steps[SETTLING_STEPS:])
+    for row in steps[:SETTLING_STEPS]:
+        row["step_ms"] = usual * row["size"]
     curve, seconds = Curve([], [], []), 0.0
     for row in rows:
-        if "step_ms" in row:
-            seconds += row["step_ms"] / 1000
-        elif "val_loss" in row:
+        seconds += row.get("step_ms", 0) / 1000
+        if "val_loss" in row:
             loss = math.nan if row["val_loss"] is None else row["val_loss"]  # JSON has no NaN
             for values, value in zip(curve, (row["tokens"], seconds, loss)):
                 values.append(value)
@@ -206,8 +189,8 @@ def reach(curve, target):
     return None
 
 
-def summarize(name, curves, target=None):
-    """A rung over several seeds: their final losses and the mean, mean tokens and seconds to the target.
+def summarize(curves, target=None):
+    """The result of a rung over several seeds: their final losses and the mean, mean tokens and seconds to the target.
 
     target: a loss; without one the runs' ends count. tokens and seconds are None if a seed does not reach the target.
     status is "diverged", with a reason, if a seed's last validation loss is not finite.
@@ -215,38 +198,23 @@ def summarize(name, curves, target=None):
     finals = [curve.losses[-1] for curve in curves]
     if diverged := sum(not math.isfinite(loss) for loss in finals):
         reason = f"the last validation loss is not finite for {diverged} of {len(finals)} seeds"
-        return dict(rung=name, status="diverged", reason=reason)
+        return dict(status="diverged", reason=reason)
     reached = [(c.tokens[-1], c.seconds[-1]) if target is None else reach(c, target) for c in curves]
     tokens, seconds = map(statistics.mean, zip(*reached)) if all(reached) else (None, None)
-    loss = statistics.mean(finals)
-    return dict(rung=name, status="done", loss=loss, tokens=tokens, seconds=seconds, finals=finals)
+    return dict(status="done", loss=statistics.mean(finals), tokens=tokens, seconds=seconds, finals=finals)
 
 
-def cells(results):
-    """The last rung's row of the table as text."""
-    result, done = results[-1], [result for result in results if result["status"] == "done"]
-    if result["status"] != "done":
-        return [result["rung"], f"{result['status']}: {result['reason']}"]
-    differences = [b - a for before in done[-2:-1] for a, b in zip(before["finals"], result["finals"])]
-    texts = [
-        result["rung"],
-        mean_and_spread(result["finals"]),
-        mean_and_spread(differences, "+") if differences else "",
-    ]
+def cells(rung, row, before):
+    """A rung's row of the table as text. before: the results of the rungs before."""
+    if row["status"] != "done":
+        return [rung]
+    texts = [rung, mean_and_spread(row["finals"]), ""]
+    if before:
+        texts[-1] = mean_and_spread([b - a for a, b in zip(before[-1]["finals"], row["finals"])], "+")
     for key, number in (("tokens", "{:,.0f}"), ("seconds", "{:,.1f}")):
-        texts.append("not reached" if result[key] is None else number.format(result[key]))
-        compared = len(done) > 1 and done[0][key] and result[key]
-        texts.append(f"{done[0][key] / result[key]:.2f}" if compared else "")
+        texts.append("not reached" if row[key] is None else number.format(row[key]))
+        texts.append(f"{before[0][key] / row[key]:.2f}" if before and before[0][key] and row[key] else "")
     return texts
-
-
-def match_tokens(config, micro_batch_size, data_size):
-    """config with this micro_batch_size, and with max_steps raised to make up for the tokens that the batch warm-up
-    leaves out, to within one batch. data_size: the ranks, or groups of ranks, that divide the batch.
-    """
-    config = replace(config, micro_batch_size=micro_batch_size)
-    missing = config.max_steps * config.total_batch_size - schedules.tokens_to_train(config, 0, data_size)
-    return replace(config, max_steps=config.max_steps + missing // config.total_batch_size)
 
 
 def mean_and_spread(values, sign=""):

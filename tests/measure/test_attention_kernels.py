@@ -24,7 +24,7 @@ def test_it_measures_every_kernel_of_the_device(command, call_main, tmp_path):
     for result in results:
         seconds = 1e-3 * (result["forward_ms"] + result["backward_ms"])
         # 2 GEMMs forward and 5 backward, each of 2·T·C FLOPs a token, of which causal attention needs half
-        assert result["tflops"] * 1e12 * seconds == pytest.approx(7 * 64 * result["T"] * 16)
+        assert result["rate"] * 1e12 * seconds == pytest.approx(7 * 64 * result["T"] * 16)
     table = (folder / "attention.md").read_text()
     first = results[0]
     assert f"| written out | 8 | 16 | {first['forward_ms']:.3f} | {first['backward_ms']:.3f} |" in table
@@ -35,9 +35,9 @@ def test_it_measures_every_kernel_of_the_device(command, call_main, tmp_path):
 @pytest.mark.parametrize(
     "flags, complaint",
     [
-        ("--lengths 48", "--tokens 64 is not a multiple of 48"),
-        ("--widths 0", "at least 1"),
-        ("--widths 7", "--n_embd"),
+        ("--lengths 48", "each of --lengths must divide --tokens 64, each of --widths --n_embd 16"),
+        ("--widths 0", "must divide"),
+        ("--widths 7", "must divide"),
     ],
 )
 def test_what_it_does_not_measure(call_main, flags, complaint):
@@ -51,16 +51,16 @@ def test_a_kernel_that_cannot_run_is_a_row_with_its_reason(tmp_path, capsys):
     def measure(name, T):
         if name in errors:
             raise errors[name]
-        return dict(forward_ms=1.0, backward_ms=0.0, peak_gb=None, tflops=2.0)
+        return dict(forward_ms=1.0, backward_ms=0.0, peak_gb=None, rate=2.0)
 
     def table(*names):
         flags = attention.Flags(log_dir=str(tmp_path), run_name="-".join(names))
         cases = [dict(name=name, T=2048) for name in names]
-        timing.time_all("kernels", flags, torch.device("cpu"), cases, measure, "tflops", 4e12, "A note")
+        timing.time_all("kernels", flags, torch.device("cpu"), cases, measure, "TFLOP/s", 4, "A note")
         return (tmp_path / flags.run_name / "kernels.md").read_text().splitlines()
 
     assert table("fine", *errors)[2:] == [
-        "| fine | 2048 | 1.000 | – | 2 | 50% | – |",
+        "| fine | 2048 | 1.000 | 0.000 | 2 | 50% | – |",
         "| large | 2048 | skipped: out of memory |  |  |  |  |",
         "| wide | 2048 | skipped: no head of 999 |  |  |  |  |",
         "| old | 2048 | skipped: no y |  |  |  |  |",

@@ -2,22 +2,18 @@ import json
 import os
 import re
 import signal
+import threading
+import time
 
 import pytest
 import torch
 from conftest import TINY
 
+from common.cli import given
 from common.errors import UserError
-from config import SETTLING_STEPS
+from config import Config, defaults
 from measure import child_run
 from measure.results import Results
-
-CPU = torch.device("cpu")
-
-
-def test_a_measurement_in_doubt_says_so():
-    assert "interquartile range is 35%" in child_run.uneven_warning(dict(spread=0.35))[0]
-    assert child_run.uneven_warning(dict(spread=0.05)) == child_run.uneven_warning(dict(status="skipped")) == []
 
 
 def test_why_a_run_ended():
@@ -31,46 +27,48 @@ def test_why_a_run_ended():
     assert bug["status"] == "failed" and "TypeError: bad operand" in bug["reason"] and "x.txt" in bug["reason"]
 
 
+def results(folder, kind="ladder", goes_on=True):
+    return Results(Config(log_dir=str(folder), run_name="x"), kind, torch.device("cpu"), ("rung",), goes_on)
+
+
 def test_a_run_that_a_signal_stops(corpus, tmp_path):
     """It ends with exit code 0, and has no figures."""
 
-    class Bar:
-        n = 0
+    def stop():
+        path = tmp_path / "x" / "00" / "metrics.jsonl"
+        while not (path.exists() and path.stat().st_size):
+            time.sleep(0.01)
+        with open(f"/proc/self/task/{os.getpid()}/children") as file:
+            os.kill(int(file.read().split()[-1]), signal.SIGTERM)
 
-        def update(self, steps):
-            self.n += steps
-            if steps == 1 and self.n == 2:
-                with open(f"/proc/self/task/{os.getpid()}/children") as file:
-                    os.kill(int(file.read().split()[-1]), signal.SIGTERM)
-
-    steps = SETTLING_STEPS + 100000
-    arguments = [*TINY, "--data_dir", str(corpus), "--max_steps", str(steps)]
-    result = child_run.measure(arguments, Results(tmp_path, "x", "ladder", CPU), "00", 1, steps, Bar())
+    flags = given(Config, arguments=list(map(str, TINY))) | dict(data_dir=str(corpus), max_steps=100_000)
+    config = Config(**vars(defaults(flags)) | flags)
+    stopper = threading.Thread(target=stop)
+    stopper.start()
+    result = child_run.measure(config, results(tmp_path), "00", 1)
+    stopper.join()
     assert result["status"] == "stopped" and "ms" not in result
-    assert re.fullmatch(r"a signal ended it after \d+ of 100005 steps", result["reason"])
+    assert re.fullmatch(r"a signal ended it after step \d+", result["reason"])
 
 
 def test_two_measurements_of_one_name_leave_each_other_alone(tmp_path):
     """The second one ends before it deletes anything."""
-    first = Results(tmp_path, "x", "ladder", CPU, goes_on=True)
+    first = results(tmp_path)
     running = first.folder / "00_baseline"
     running.mkdir()
     with pytest.raises(UserError, match="is being written by another process: choose another --run_name"):
-        Results(tmp_path, "x", "ladder", CPU, goes_on=True)
+        results(tmp_path)
     assert running.exists()
     with pytest.raises(UserError, match="exists: choose another --run_name"):
-        Results(tmp_path, "x", "sweep", CPU, goes_on=True)
+        results(tmp_path, "sweep")
 
 
-@pytest.mark.parametrize("name", ["hardware", "torch", "git_commit"])
-def test_a_result_of_another_machine_version_or_commit_is_not_taken(tmp_path, name):
-    results = Results(tmp_path, "x", "ladder", CPU)
-    kept = dict(command="python train_gpt2.py --lr 1", status="done", facts=dict(results.environment, command="other"))
-    path = results.folder / "00.json"
+def test_a_result_of_another_command_machine_version_or_commit_is_not_taken(tmp_path):
+    expected = dict(results(tmp_path).environment, command="python train_gpt2.py --lr 1")
+    path = tmp_path / "x" / "00.json"
+    kept = dict(command=expected["command"], status="done", facts=dict(expected, command="other"))
     path.write_text(json.dumps(kept))
-    assert child_run.read_kept(path, kept["command"], results.environment) == kept
-    with pytest.raises(UserError, match="other flags"):
-        child_run.read_kept(path, kept["command"] + " --fp8", results.environment)
-    path.write_text(json.dumps(dict(kept, facts=kept["facts"] | {name: "older"})))
-    with pytest.raises(UserError, match=f"has runs whose {name} is older, and now it is "):
-        child_run.read_kept(path, kept["command"], results.environment)
+    assert child_run.read_kept(path, expected) == kept
+    for name in ("command", "hardware", "torch", "git_commit"):
+        with pytest.raises(UserError, match=f"has runs whose {name} is .*, and now it is another: choose"):
+            child_run.read_kept(path, expected | {name: "another"})

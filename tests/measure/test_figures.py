@@ -1,23 +1,14 @@
 import ladder
-from measure import figures, sweep
+from measure import figures
+from measure.child_run import speed
 from measure.to_loss import Curve
 
-FACTS = dict(n_layer=1, n_embd=8, hardware="a GPU", torch="2", world_size=1)
+FACTS = dict(n_layer=1, n_embd=8, hardware="a GPU", torch="2", world_size=2, dataset=None, data_dir="a/my_data")
 
 
 def rung(name, rate):
-    return dict(
-        rung=name,
-        status="done",
-        ms=1.0,
-        tokens_per_sec=rate,
-        mfu=None,
-        spread=0.01,
-        peak_gb=1.0,
-        mj_per_token=None if name == "baseline" else 1.1749,
-        loss=9.0,
-        facts=FACTS,
-    )
+    speeds = dict(ms=1.0, tokens_per_sec=rate, mfu=None, peak_gb=1.0)
+    return dict(rung=name, status="done", loss=9.0, facts=FACTS, **speeds)
 
 
 def draw(monkeypatch, function, *arguments):
@@ -29,15 +20,16 @@ def draw(monkeypatch, function, *arguments):
     return drawn[0]
 
 
-def test_a_ladder_has_one_unit(tmp_path, monkeypatch):
+def test_a_ladder_has_rates_and_ratios(tmp_path, monkeypatch):
     results = [rung("baseline", 44_332), rung("+ tf32", 1_167_250)]
-    _, (speed, _) = draw(monkeypatch, figures.ladder, results, tmp_path / "ladder.png")
-    assert [text.get_text().split()[0] for text in speed.texts] == ["44.3k", "1,167k"]
-    assert [label.get_text() for label in speed.get_yticklabels()] == ["baseline", "+ tf32"]
-    row = ladder.cells(results[0], results[:1])
-    assert row == ["baseline", "1.00", "44,332", "", "1.00", "–", "1.00", "–", "9.0000"]
-    row = ladder.cells(results[1], results)
-    assert row == ["+ tf32", "1.00", "1,167,250", "26.33", "26.33", "–", "1.00", "1.17", "9.0000"]
+    figure, (rates, memory) = draw(monkeypatch, figures.ladder, results, tmp_path / "ladder.png")
+    assert [text.get_text().split() for text in rates.texts] == [["44,332", "1.00", "×"], ["1,167,250", "26.33", "×"]]
+    assert [label.get_text() for label in rates.get_yticklabels()] == ["baseline", "+ tf32"]
+    assert figure.get_suptitle().endswith("\nGPT-2, n_layer 1, n_embd 8; data: my_data\n2 × a GPU, PyTorch 2")
+    row = ladder.cells(results[0], "baseline", [])
+    assert row == ["baseline", "1.00", "44,332", "–", "1.00", "1.00", "1.00", "9.0000"]
+    row = ladder.cells(results[1], "+ tf32", results[:1])
+    assert row == ["+ tf32", "1.00", "1,167,250", "–", "1.00", "26.33", "26.33", "9.0000"]
 
 
 def test_a_heat_map_compares_cells_of_the_same_model(tmp_path, monkeypatch):
@@ -46,29 +38,24 @@ def test_a_heat_map_compares_cells_of_the_same_model(tmp_path, monkeypatch):
     for (model, parallel), rate in rates.items():
         cell = dict(parallel=parallel, model=model)
         lost = dict(status="skipped", reason="out of memory", cell=cell)
-        facts = dict(FACTS, world_size=2)
-        results.append(rung("", rate) | dict(cell=cell, facts=facts) if rate else lost)
+        results.append(rung("", rate) | dict(cell=cell) if rate else lost)
     axes = dict(parallel=["ddp", "zero3"], model=["gpt2", "gpt2-xl"])
-    _, (ax,) = draw(monkeypatch, figures.heat_map, axes, results, tmp_path / "sweep.png")
-    texts = [text.get_text() for text in ax.texts]
-    assert [text.split("\n")[1] for text in texts] == [
-        "1.00 × the best",
-        "0.50 × the best",
-        "memory",
-        "1.00 × the best",
+    figure, (ax,) = draw(monkeypatch, figures.heat_map, axes, results, tmp_path / "sweep.png")
+    assert [text.get_text() for text in ax.texts] == [
+        "600,000\n1.00 × the best\n1.0 GB",
+        "300,000\n0.50 × the best\n1.0 GB",
+        "out of memory",
+        "50,000\n1.00 × the best\n1.0 GB",
     ]
-    assert ax.get_title("left").endswith("\nGPT-2; 2 × a GPU, PyTorch 2")
-    assert sweep.cells(results[1]) == ["zero3", "gpt2", "1.00", "300,000", "–", "1.00"]
-    assert sweep.cells(results[2]) == ["ddp", "gpt2-xl", "skipped: out of memory"]
-
-
-def test_rates_below_a_thousand_are_not_rounded():
-    assert [figures.rate_text(rate, least=812.3) for rate in (812.3, 3412.0)] == ["812", "3,412"]
-    assert figures.rate_text(3412.0, least=1000.0) == "3.4k"
+    assert "\nGPT-2; data: my_data\n" in figure.get_suptitle()
+    assert speed(results[1]) == ["1.00", "300,000", "–", "1.00"] and speed(results[2]) == []
 
 
 def test_the_target_of_a_time_to_loss_is_named_beside_the_curves(tmp_path, monkeypatch):
     curve = Curve([0, 100, 200], [0.0, 1.0, 2.0], [10.0, 7.0, 6.0])
-    _, (ax,) = draw(monkeypatch, figures.time_to_loss, {"first": [curve]}, 6.0, FACTS, tmp_path / "to_loss.png")
+    results = [dict(status="done", facts=dict(FACTS, dataset="some/data"))]
+    path = tmp_path / "to_loss.png"
+    figure, (ax,) = draw(monkeypatch, figures.time_to_loss, {"first": [curve]}, 6.0, results, path)
     (text,) = ax.texts
     assert "6.000" in text.get_text() and text.get_position() == (1.01, 6.0)  # in widths of the axes: outside
+    assert ax.get_ylabel() == "validation loss, nats per token" and "data: some/data\n" in figure.get_suptitle()

@@ -52,15 +52,15 @@ def test_it_measures_the_levels_of_the_device(command, call_main, tmp_path):
     # float32: GELU's x, y, x, dy, dx; the logits and their gradient
     for result, moved in zip(results, [4 * 5 * 40 * 4 * 24] * 2 + [4 * 2 * 40 * 301] * 2):
         seconds = 1e-3 * (result["forward_ms"] + result["backward_ms"])
-        assert result["gb_per_s"] * 1e9 * seconds == pytest.approx(moved)
+        assert result["rate"] * 1e9 * seconds == pytest.approx(moved)
     table = (folder / "kernels.md").read_text()
     assert "| cross_entropy | triton | skipped: it is for GPUs, not cpu |" in table and "float32" in table
-    expect_error(call_main("measure/kernels.py", *SMALL, "--kernel", "gelu", "--levels", "liger"), "no operation has")
+    expect_error(call_main("measure/kernels.py", *SMALL, "--kernel", "gelu", "--levels", "triton"), "no operation has")
 
 
 @pytest.mark.gpu
 def test_the_bandwidth_of_a_gpu():
     bandwidth = kernels.memory_bandwidth(torch.device("cuda", 0))
-    assert 1e11 < bandwidth < 2e13
+    assert 100 < bandwidth < 20_000
     if "H200" in torch.cuda.get_device_name():
-        assert bandwidth == pytest.approx(4.8e12, rel=0.05)  # data sheet
+        assert bandwidth == pytest.approx(4800, rel=0.05)  # data sheet

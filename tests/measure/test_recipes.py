@@ -7,7 +7,7 @@ from conftest import expect_error, logged, metrics
 
 from common.errors import UserError
 from measure import to_loss
-from measure.to_loss import choose_recipes
+from measure.to_loss import ToLossConfig, choose_recipes
 
 
 def test_the_ladder_of_recipes_climbs(train, tmp_path):
@@ -22,7 +22,7 @@ def test_the_ladder_of_recipes_climbs(train, tmp_path):
         ("batch warm-up", "done"),
         ("fp8, also in the head", "skipped"),
     ]
-    assert "fp8 is off: this is cpu, not an NVIDIA GPU" in results[5]["reason"]
+    assert results[5]["reason"] == "--fp8 does nothing here: this is cpu, not an NVIDIA GPU; leave it out"
     assert [results[i]["facts"]["lr_schedule"] for i in range(4)] == ["cosine", "cosine", "linear", "wsd"]
     assert [results[i]["facts"]["lr"] for i in (1, 2)] == [1.8e-3, 1.8e-3]
     assert results[3]["facts"]["optimizer"] == "muon" and results[3]["facts"]["warmup_steps"] == 7
@@ -46,7 +46,7 @@ def test_the_ladder_of_recipes_climbs(train, tmp_path):
     assert [r["finals"] for r in again[:4]] == [r["finals"] for r in results[:4]]
     assert "to a validation loss of 9.5000: " in (folder / "to_loss.md").read_text()
     other = train("recipes", *flags, "--lr", 7e-3, fails=True, script="measure/to_loss.py")
-    expect_error(other, "recipes has runs with other flags: choose another --run_name, or delete it")
+    expect_error(other, "recipes has runs whose command is ")
 
 
 def test_recipes_of_ones_own(train):
@@ -83,8 +83,9 @@ def test_bad_recipes_end_in_one_line(corpus):
         (("fp8=on", "fp8=on"), "a rung twice"),
     ):
         with pytest.raises(UserError, match=complaint):
-            choose_recipes(texts)
+            choose_recipes(ToLossConfig(recipes=texts))
 
 
 def test_a_rung_of_another_model_keeps_the_ladders_own_flags():
-    assert choose_recipes(("model=tiny",)) == {"flags as given": {}, "model=tiny": dict(model="tiny")}
+    recipes = choose_recipes(ToLossConfig(recipes=("model=tiny",)))
+    assert recipes == {"flags as given": {}, "model=tiny": dict(model="tiny")}

@@ -40,28 +40,25 @@ def test_a_run_that_ends_without_a_finite_loss_has_diverged(tmp_path):
         (tmp_path / name / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         curves[name] = read_curve(tmp_path / name)
     assert reach(curves["sound"], 7.0) == pytest.approx((802, 1.6)) and reach(curves["ruined"], 4.0) is None
-    first = summarize("first", [curves["sound"]])
-    ruined = summarize("ruined", [curves["sound"], curves["ruined"]], first["loss"])
+    first = summarize([curves["sound"]])
+    ruined = summarize([curves["sound"], curves["ruined"]], first["loss"])
     assert (first["loss"], ruined["status"]) == (5.0, "diverged")
-    reason = "diverged: the last validation loss is not finite for 1 of 2 seeds"
-    assert cells([first, ruined]) == ["ruined", reason]
+    assert ruined["reason"] == "the last validation loss is not finite for 1 of 2 seeds"
 
 
 def test_the_table_has_ratios_to_the_first_rung():
     def curves(*ends):
         return [Curve([0, 1000], [0.0, 10.0], [10.0, end]) for end in ends]
 
-    first = summarize("first", curves(5.9, 6.1))
-    faster = summarize("faster", curves(2.0, 2.0), first["loss"])
-    worse = summarize("worse", curves(7.0, 2.0), first["loss"])
-    skipped = dict(rung="skipped", status="skipped", reason="no GPU")
+    first = summarize(curves(5.9, 6.1))
+    faster, worse = summarize(curves(2.0, 2.0), first["loss"]), summarize(curves(7.0, 2.0), first["loss"])
     assert (first["loss"], first["tokens"]) == (6.0, 1000) and worse["tokens"] is None
-    assert cells([first]) == ["first", "6.0000 ± 0.1414", "", "1,000", "", "10.0", ""]
-    assert cells([first, skipped]) == ["skipped", "skipped: no GPU"]
+    assert cells("first", first, []) == ["first", "6.0000 ± 0.1414", "", "1,000", "", "10.0", ""]
+    assert cells("skipped", dict(status="skipped"), [first]) == ["skipped"]
     row = ["faster", "2.0000 ± 0.0000", "-4.0000 ± 0.1414", "500", "2.00", "5.0", "2.00"]
-    assert cells([first, skipped, faster]) == row
+    assert cells("faster", faster, [first]) == row
     row = ["worse", "4.5000 ± 3.5355", "+2.5000 ± 3.5355", "not reached", "", "not reached", ""]
-    assert cells([first, skipped, faster, worse]) == row
+    assert cells("worse", worse, [first, faster]) == row
     assert note(6.0, seeds=2) == (
         "Tokens and seconds to a validation loss of 6.0000: means over 2 seeds, ± the standard deviation; "
         "difference: seed by seed, to the rung before."
@@ -70,6 +67,13 @@ def test_the_table_has_ratios_to_the_first_rung():
 
 def test_a_loss_of_ones_own_to_compare_at():
     slow, fast = ([Curve([0, 1000], [0.0, 10.0], [10.0, end])] for end in (6.0, 2.0))
-    rows = [summarize(name, curve, 8.0) for name, curve in (("slow", slow), ("fast", fast))]
-    assert cells(rows) == ["fast", "2.0000", "-4.0000", "250", "2.00", "2.5", "2.00"]
+    assert cells("fast", summarize(fast, 8.0), [summarize(slow, 8.0)]) == [
+        "fast",
+        "2.0000",
+        "-4.0000",
+        "250",
+        "2.00",
+        "2.5",
+        "2.00",
+    ]
     assert note(8.0, seeds=1).endswith("loss of 8.0000: one seed.")

@@ -295,5 +295,5 @@ def test_names_that_no_run_has(tmp_path, monkeypatch, name):
     with pytest.raises(UserError, match="^--run_name .*must be"):
         existing_run(Config(run_name=name))
     with pytest.raises(UserError, match="^--run_name .*must be"):
-        Results("log", name, "ladder", torch.device("cpu"))
+        Results(Config(run_name=name), "ladder", torch.device("cpu"), ("rung",))
     assert not list(tmp_path.iterdir())
