@@ -10,6 +10,7 @@ import common.interrupt  # first: Ctrl-C during the other imports
 
 import itertools
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -29,8 +30,8 @@ PALETTE = ("#2f6fbb", "#c77d2e", "#4f9d69", "#b5495b", "#7d5ba6", "#8a8f98", "#3
 WITH_HELLASWAG = [["loss", "hellaswag"], ["speed", "norm"]]
 WITHOUT = [["loss", "speed"], ["loss", "norm"]]
 TITLES = dict(
-    loss="loss (training thin, validation with dots)",
-    hellaswag="HellaSwag, acc_norm",
+    loss="loss, nats per token (training thin, validation with dots)",
+    hellaswag="HellaSwag, acc_norm with its 95% interval",
     speed="tokens/sec",
     norm="gradient norm, before clipping",
 )
@@ -75,8 +76,10 @@ def read(folder):
 
 def new_figure(width, height, columns=1, mosaic=None, **options):
     """(figure, axes): width × height inches; axes is a list of `columns` Axes, or {name: Axes} of a mosaic."""
-    from matplotlib.figure import Figure  # takes half a second; most runs draw nothing until their end
+    import matplotlib  # takes half a second; most runs draw nothing until their end
+    from matplotlib.figure import Figure
 
+    matplotlib.rcParams["text.parse_math"] = False  # a name may have dollar signs
     figure = Figure(figsize=(width, height), dpi=160, layout="constrained")
     axes = figure.subplot_mosaic(mosaic) if mosaic else figure.subplots(1, columns, squeeze=False, **options)[0]
     for ax in figure.axes:
@@ -94,10 +97,11 @@ def mark(ax, value, text):
 
 def draw(folders):
     """Write the curves of the runs: the figure's path. Raises UserError for a run that cannot be read, OSError."""
-    from matplotlib.ticker import EngFormatter
+    from matplotlib.ticker import AutoLocator, EngFormatter, LogLocator
 
-    runs = [read(folder) for folder in folders]
+    runs, facts = [read(folder) for folder in folders], [facts_of(folder) for folder in folders]
     names = [folder.resolve().name for folder in folders]
+    data = sorted({str(fact.get("dataset") or fact.get("data_dir")) for fact in facts})
     has_hellaswag = any("hellaswag_acc_norm" in series for series in runs)
     figure, axes = new_figure(12, 7.5, mosaic=WITH_HELLASWAG if has_hellaswag else WITHOUT)
 
@@ -110,9 +114,13 @@ def draw(folders):
         line("loss", series, "val_loss", color, linewidth=1.8, marker="o", markersize=3, label=name)
         line("speed", series, "tokens_per_sec", color, first=1, linewidth=0.8)  # the first step compiles
         line("norm", series, "grad_norm", color, linewidth=0.8)
-        if has_hellaswag:
-            line("hellaswag", series, "hellaswag_acc_norm", color, linewidth=1.8, marker="o", markersize=3)
-    if all(facts_of(folder).get("dataset") == FINEWEB_EDU for folder in folders):
+        if "hellaswag_acc_norm" in series:
+            xs, accuracies = series["hellaswag_acc_norm"]
+            items = series["hellaswag_items"][1]
+            errors = [1.96 * math.sqrt(p * (1 - p) / n) for p, n in zip(accuracies, items)]
+            style = dict(linewidth=1.8, marker="o", markersize=3, elinewidth=0.8)
+            axes["hellaswag"].errorbar(xs, accuracies, errors, color=color, **style)
+    if data == [FINEWEB_EDU]:
         mark(axes["loss"], GPT2_VAL_LOSS, f"GPT-2 124M\n{GPT2_VAL_LOSS}")
     if has_hellaswag:
         mark(axes["hellaswag"], GPT2_HELLASWAG, f"GPT-2 124M\n{GPT2_HELLASWAG}")
@@ -120,15 +128,20 @@ def draw(folders):
     for panel, ax in axes.items():
         ax.set_title(TITLES[panel], loc="left", fontsize=10, color=MUTED)
         ax.set_xlabel("tokens", color=INK)
-        ax.xaxis.set_major_formatter(EngFormatter())  # 2 M, 5 G
+        ax.xaxis.set_major_formatter(EngFormatter(sep=""))  # 2M, 5G
         ax.grid(axis="y", color=RULE, linewidth=0.6)
-    axes["speed"].yaxis.set_major_formatter(EngFormatter())
+    axes["speed"].yaxis.set_major_formatter(EngFormatter(sep=""))
     axes["speed"].set_ylim(bottom=0)
     axes["norm"].set_yscale("log")
+    low, high = axes["norm"].get_ylim()
+    axes["norm"].yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)) if high > 5 * low else AutoLocator())
+    axes["norm"].yaxis.set_major_formatter("{x:g}")
+    axes["norm"].yaxis.set_minor_formatter("")
     if len(runs) > 1:
         handles = axes["loss"].get_legend_handles_labels()
         figure.legend(*handles, loc="outside lower center", ncols=3, frameon=False, fontsize=9)
-    figure.suptitle(names[0] if len(runs) == 1 else f"{len(runs)} runs", x=0.01, ha="left", color=INK)
+    title = names[0] if len(runs) == 1 else f"{len(runs)} runs"
+    figure.suptitle(f"{title}, on {', '.join(data)}", x=0.01, ha="left", color=INK)
     path = folders[0] / "curves.png"
     if len(runs) > 1:
         others = "-".join(names) if len(names) <= 3 else f"{len(names)}-runs"

@@ -16,7 +16,7 @@ def write_run(folder, steps, hellaswag=True, **facts):
             dict(step=step, tokens=1000 * (step + 1), train_loss=10.0 - step / 10, grad_norm=1.0, tokens_per_sec=rate)
         )
     rows += [dict(step=steps, tokens=1000 * steps, val_loss=5.0, samples=["text"], mfu=None)]
-    rows += [dict(step=steps, tokens=1000 * steps, hellaswag_acc_norm=0.26)] if hellaswag else []
+    rows += [dict(step=steps, tokens=1000 * steps, hellaswag_acc_norm=0.25, hellaswag_items=48)] if hellaswag else []
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"step": 3, "tok')
     (folder / "config.json").write_text(json.dumps(facts))
     return folder
@@ -40,16 +40,21 @@ def texts(ax):
 
 
 def test_the_lines_are_the_logged_values(tmp_path, drawn):
-    runs = [write_run(tmp_path / "one", 30), write_run(tmp_path / "two", 25, hellaswag=False)]
+    runs = [write_run(tmp_path / "one", 30, data_dir=r"$a\b$"), write_run(tmp_path / "two", 25, hellaswag=False)]
+    (runs[1] / "config.json").write_text('{"dataset": "my/own", "data_dir": "x"}')
     path = curves.draw(runs)
     ((figure, axes),) = drawn
     lines = points(axes["loss"])
     assert lines[0] == [[1000 * (step + 1), pytest.approx(10 - step / 10)] for step in range(30)]
     assert lines[1] == [[0, 10.9], [30_000, 5.0]] and len(lines) == 4
-    assert points(axes["hellaswag"])[0] == [[30_000, 0.26]]
+    assert points(axes["hellaswag"])[0] == [[30_000, 0.25]]
+    (bar,) = axes["hellaswag"].containers[0].lines[2][0].get_segments()
+    assert bar[:, 1].tolist() == pytest.approx([0.25 - 1.96 / 16, 0.25 + 1.96 / 16])
     assert texts(axes["hellaswag"]) == ["GPT-2 124M\n0.2955", "chance\n0.25"]
     assert [len(line) for line in points(axes["speed"])] == [29, 24]  # without the first step, which compiles
     assert [text.get_text() for text in figure.legends[0].texts] == ["one", "two"]
+    assert figure.get_suptitle() == "2 runs, on $a\\b$, my/own" and "nats per token" in axes["loss"].get_title("left")
+    assert {"0.5", "1", "2"} < {text.get_text() for text in axes["norm"].get_yticklabels()}
     assert path == tmp_path / "curves-one-two.png" and path.read_bytes().startswith(b"\x89PNG")
 
 
