@@ -119,7 +119,7 @@ class Flags:
 
     model: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="MODEL")]
     """A run's folder (its newest checkpoint), a checkpoint, a Hugging Face folder, a name on the hub (gpt2), a .pt."""
-    prompt: str = PROMPT
+    prompt: str = flag(PROMPT, is_path=False)
     """The beginning of the text."""
     prompt_file: str | None = None
     """Read the prompt from this file instead; - is standard input."""

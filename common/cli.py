@@ -82,7 +82,8 @@ def parse(flags_type, default=None):
 
 
 def given(flags_type, arguments=None):
-    """The flags on the command line, {name: value}; "-" counts as "_" in a name. flags_type: a dataclass.
+    """The flags on the command line, {name: value}; "-" counts as "_" in a name, and "~" at the beginning of a value is
+    the home folder, unless the flag has the fact is_path=False. flags_type: a dataclass.
 
     arguments: another command line, as a list. Raises UserError as parse().
     """
@@ -90,7 +91,7 @@ def given(flags_type, arguments=None):
 
     kinds = typing.get_type_hints(flags_type)
     marked = typing.get_type_hints(flags_type, include_extras=True)
-    arguments = sys.argv[1:] if arguments is None else arguments
+    arguments = attach_values(sys.argv[1:] if arguments is None else arguments)
     arguments = [spell_switch(argument, kinds) for argument in arguments if argument not in HELP]
     try:
         with contextlib.redirect_stderr(io.StringIO()) as printed:
@@ -107,7 +108,20 @@ def given(flags_type, arguments=None):
         raise UserError(message_in_box(printed.getvalue())) from None
     if rest:
         raise UserError(f"{'; '.join(complaints(rest, kinds))}; see --help")
-    return flags
+    texts = {name for name, value in flags.items() if isinstance(value, str)}
+    paths = texts - flags_with(flags_type, is_path=False)
+    return flags | {name: os.path.expanduser(flags[name]) for name in paths}  # a shell leaves --NAME=~/FILE as it is
+
+
+def attach_values(arguments):
+    """["--prompt", "--no way"] as ["--prompt=--no way"]: no flag's name has a space."""
+    attached = []
+    for argument in arguments:
+        spelled, _, _ = argument.partition("=")
+        if spelled.startswith("-") and " " in spelled and attached and attached[-1].startswith("--"):
+            argument = f"{attached.pop()}={argument}"
+        attached.append(argument)
+    return attached
 
 
 def spell_switch(argument, kinds):
@@ -159,7 +173,8 @@ def show_help(flags_type, default):
         marked = [(g.__name__, typing.Annotated[tyro.conf.OmitArgPrefixes[g], title(g)]) for g in groups]
         nested = dataclasses.make_dataclass("Flags", marked)
         nested.__doc__, flags_type, default = flags_type.__doc__, nested, nested(*sections)
-    tyro.cli(flags_type, args=["--help"], default=default, use_underscores=True)
+    with contextlib.redirect_stdout(getattr(sys.stdout, "stream", sys.stdout)):  # a Console would escape its colors
+        tyro.cli(flags_type, args=["--help"], default=default, use_underscores=True)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ import contextlib
 import errno
 import gc
 import os
+import re
 import signal
 import sys
 import time
@@ -57,31 +58,38 @@ def is_out_of_memory(error):
     return isinstance(error, MemoryError | torch.OutOfMemoryError) or any(sign in str(error) for sign in signs)
 
 
+# Control characters that could command a terminal: all but newline, tab and what progress bars write around a line
+CONTROL = re.compile(r"(?!\A\r|\r\Z)(?<!\A\r(?=\x1b\[K))[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+
+
 class Console:
     """Standard output or error that may go away: a closed terminal, a pipe without a reader, a full disk.
 
-    Output from then on is dropped, and the program goes on.
+    Output from then on is dropped, and the program goes on. A terminal gets control characters, as in a file's name or
+    a model's text, as escapes.
     """
 
     def __init__(self, stream):
-        self._stream = stream
+        self.stream = stream
 
     def write(self, text):
-        return self._try(self._stream.write, text)
+        if self.stream.isatty():
+            text = CONTROL.sub(lambda match: f"\\x{ord(match[0]):02x}", text)
+        return self._try(self.stream.write, text)
 
     def flush(self):
-        self._try(self._stream.flush)
+        self._try(self.stream.flush)
 
     def _try(self, function, *arguments):
         try:
             return function(*arguments)
         except OSError:
             null = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(null, self._stream.fileno())  # the stream's buffer is dropped too
+            os.dup2(null, self.stream.fileno())  # the stream's buffer is dropped too
             os.close(null)
 
     def __getattr__(self, name):
-        return getattr(self._stream, name)
+        return getattr(self.stream, name)
 
 
 # What gloo and NCCL say on the ranks that are left
@@ -96,8 +104,9 @@ def run(main):
     os.close(spare)
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name) or open(os.devnull, "w")
-        # flush every line, also into a pipe; escape characters that the encoding lacks
-        stream.reconfigure(line_buffering=True, errors="backslashreplace")
+        if hasattr(stream, "reconfigure"):  # not in a notebook
+            # flush every line, also into a pipe; escape characters that the encoding lacks
+            stream.reconfigure(line_buffering=True, errors="backslashreplace")
         setattr(sys, name, Console(stream))
     if signal.getsignal(signal.SIGINT) == interrupt.end:  # the imports are over
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -120,7 +129,8 @@ def run(main):
         rank = os.environ.get("RANK", "0")
         if rank != "0":
             time.sleep(5)  # rank 0 usually prints the same error, and torchrun then ends this rank
-        print(f"error{f' (rank {rank})' if rank != '0' else ''}: {error}", file=sys.stderr, flush=True)
+        line = str(error).replace("\n", "\\n")  # as in a file's name
+        print(f"error{f' (rank {rank})' if rank != '0' else ''}: {line}", file=sys.stderr, flush=True)
         if several_ranks:
             # let gloo's thread release its tensors: during interpreter shutdown that ends with SIGABRT.
             # Destroying the group could wait for ranks that never answer.

@@ -14,28 +14,36 @@ def read(path, flags_type):
 
     Raises UserError if the file cannot be read, has flags that do not exist, or values that do not fit.
     """
+    texts, in_mapping = [], False
     try:
-        # all values as text: `off` is one of some flags' values
-        content = yaml.load(regular_file(path).read_bytes(), Loader=yaml.BaseLoader)
+        # event by event: nothing is built of an alias or a deep nesting, and `off`, some flags' value, stays text
+        for event in yaml.parse(regular_file(path).read_bytes(), Loader=yaml.BaseLoader):
+            if isinstance(event, yaml.ScalarEvent) and in_mapping:
+                texts.append(event.value)
+            elif isinstance(event, yaml.MappingStartEvent) and not in_mapping:
+                in_mapping = True
+            elif isinstance(event, yaml.NodeEvent):
+                line = event.start_mark.line + 1
+                raise UserError(f"{path}, line {line}: it must be YAML, NAME: VALUE on each line, such as lr: 6e-4")
     except (OSError, yaml.YAMLError, UnicodeDecodeError) as error:
-        raise UserError(f"cannot read the flags in {path}: {first_line(error)}") from error
-    if not isinstance(content or {}, dict):
-        raise UserError(f"{path} has no flags: each line must be NAME: VALUE, such as lr: 6e-4")
-    content = {name: text for name, text in (content or {}).items() if text not in ("", "null")}
-    for name, text in content.items():
+        raise UserError(f"cannot read the flags in {path}, which must be YAML: {first_line(error)}") from error
+    content = {}
+    for name, text in zip(texts[::2], texts[1::2]):
         if name in ("config", "resume", "ladder"):
             raise UserError(f"{path}: {name} is for the command line: --{name}")
-        if not isinstance(text, str):
-            raise UserError(f"{path}: {name} must be one value, not {text}")
+        if name in content:
+            raise UserError(f"{path}: {name} is there twice")
+        content[name] = text
+    arguments = [f"--{name}={text}" for name, text in content.items() if text not in ("", "~", "null")]
     try:
-        return given(flags_type, [f"--{name}={text}" for name, text in content.items()])
+        return given(flags_type, arguments)
     except UserError as error:
         raise UserError(f"{path}: {error}") from error
 
 
 def write(path, values, sections):
     """Write flags, {name: value}, but those of one start, by sections: dataclasses with a TITLE. Raises OSError."""
-    lines = [f"# the flags of this run; to repeat it: train_gpt2.py --config {path}"]
+    lines = ["# the flags of this run; train_gpt2.py --config FILE repeats it"]
     for group in sections:
         names = [field.name for field in dataclasses.fields(group) if not field.metadata.get("one_start")]
         own = {name: values[name] for name in names if values.get(name) is not None}

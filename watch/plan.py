@@ -2,7 +2,7 @@
 
 from checkpoints.run_folder import checkpoints_of
 from common.cli import python_command
-from common.errors import Note, UserError
+from common.errors import Note, UserError, word
 from data.tokenizer import missing_tokenizer
 from optim.schedules import accumulation_steps, tokens_to_train
 from parallel import place
@@ -26,33 +26,31 @@ def print_plan(run, notes, switches):
     total = start.tokens + tokens_to_train(config, start.step, distributed.data_size)
     on = ", ".join(name for name, value in switches.items() if value)
     off = ", ".join(name for name, value in switches.items() if not value)
-    sizes = f"{config.n_layer} layers, {config.n_head} heads, {config.n_embd} wide"
-    batch = f"{config.total_batch_size:,} tokens = {config.micro_batch_size} sequences × {config.seq_len} tokens × "
-    batch += f"{accumulated} accumulated × {data_ranks(distributed)}"
+    sizes = f"{count(config.n_layer, 'layer')}, {count(config.n_head, 'head')}, {config.n_embd} wide"
+    batch = f"{count(config.total_batch_size, 'token')} = {count(config.micro_batch_size, 'sequence')} × "
+    batch += f"{count(config.seq_len, 'token')} × {accumulated} accumulated × {data_ranks(distributed)}"
     if config.batch_warmup_steps:
-        batch += f", reached after {config.batch_warmup_steps} steps"
-    data = f"{len(train_stream.shards)} train shards, {train_stream.total:,} tokens; "
+        batch += f", reached after {count(config.batch_warmup_steps, 'step')}"
+    data = f"{count(len(train_stream.shards), 'train shard')}, {count(train_stream.total, 'token')}; "
     evaluated = val_stream.sequences(config.val_tokens, config.seq_len) * config.seq_len
     data += f"{len(val_stream.shards)} val, {evaluated:,} of {val_stream.total:,} tokens"
-    recipe = f"{config.optimizer}, lr {config.lr:g}, {config.warmup_steps} warm-up steps, then {config.lr_schedule}"
-    mfu = "unknown for this device"
-    if log.peak_flops:
-        mfu = f"relative to {log.peak_flops / 1e12 / world_size:g} TFLOP/s a device"
+    warmup = count(config.warmup_steps, "warm-up step")
+    device = f"{world_size} × {facts['hardware']}; PyTorch {facts['torch']}"
+    device += f", CUDA {facts['cuda']}" if facts["cuda"] else ""
+    device += f"; MFU is of {log.peak_flops / 1e12 / world_size:g} TFLOP/s a device" if log.peak_flops else ""
     if config.val_every and (problem := missing_tokenizer()):
         notes = [*notes, Note("bits_per_byte", False, problem)]
-    cuda = f", CUDA {facts['cuda']}" if facts["cuda"] else ""
     lines = [
-        ("device", f"{world_size} × {facts['hardware']}; PyTorch {facts['torch']}{cuda}"),
+        ("device", device),
         ("model", f"{sizes}; {run.trainer.model.num_params():,} parameters"),
         ("init", init),
         ("batch", batch),
         *([("parallel", place.describe(config, distributed))] if world_size > 1 else []),
-        ("recipe", recipe),
-        ("training", f"{config.max_steps:,} steps, {total:,} tokens, {total / train_stream.total:.2f} epochs"),
+        ("recipe", f"{config.optimizer}, lr {config.lr:g}, {warmup}, then {config.lr_schedule}"),
+        ("training", f"{count(config.max_steps, 'step')}, {total:,} tokens, {total / train_stream.total:.2f} epochs"),
         ("on", f"{on} (off: {off})" if off else on),
         ("data", f"{config.data_dir}: {data}"),
-        ("HellaSwag", f"{len(run.hellaswag.labels):,} items" if run.hellaswag else "off"),
-        ("MFU", mfu),
+        ("HellaSwag", count(len(run.hellaswag.labels), "item") if run.hellaswag else "off"),
         ("log", f"{log.folder}/"),
         ("watch", log.where_to_watch()),
         *(("note", line) for line in note_lines(notes)),
@@ -61,15 +59,18 @@ def print_plan(run, notes, switches):
         print(f"{name:10s} {text}")
 
 
+def count(number, thing):
+    return f"{number:,} {thing}{'' if number == 1 else 's'}"
+
+
 def note_lines(notes):
-    """Notes as text, one a line; flags that are off for the same reason share a line."""
-    lines = {}
+    """Notes as text, one line for each reason."""
+    reasons = {}
     for note in notes:
-        lines.setdefault(note.reason if note.value is False else note, []).append(note)
-    return [
-        f"off: {', '.join(note.flag for note in group)}: {group[0].reason}" if len(group) > 1 else str(group[0])
-        for group in lines.values()
-    ]
+        reasons.setdefault(note.reason, {}).setdefault(word(note.value), []).append(note.flag)
+    for reason, values in reasons.items():
+        texts = [f"{', '.join(flags)} {'is' if len(flags) == 1 else 'are'} {value}" for value, flags in values.items()]
+        yield f"{'; '.join(texts)}: {reason}"
 
 
 def print_summary(run, stop):

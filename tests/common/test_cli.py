@@ -8,6 +8,7 @@ import pytest
 
 import bench
 import export
+import fineweb
 import hellaswag
 import ladder
 import sample
@@ -16,6 +17,8 @@ from common import errors
 from common.cli import NANOGPT, ROOT, given, parse, python_command
 from common.errors import Note, UserError
 from config import Config, defaults
+from measure.plan import PlanConfig
+from measure.sweep import SweepConfig
 from optim import schedules
 from watch import curves
 
@@ -45,7 +48,27 @@ def test_spellings(spelling, flags):
 
 def test_a_value_that_begins_with_dashes():
     prompt, model = "--no way", "log/A"
-    assert given(sample.Flags, arguments=[f"--prompt={prompt}", model]) == dict(prompt=prompt, model=model)
+    for arguments in ([f"--prompt={prompt}", model], ["--prompt", prompt, model], [model, "--prompt", prompt]):
+        assert given(sample.Flags, arguments=arguments) == dict(prompt=prompt, model=model)
+
+
+@pytest.mark.parametrize("flags_type", [Config, ladder.LadderConfig, bench.BenchConfig, SweepConfig, PlanConfig])
+def test_values_with_spaces_and_the_home_folder(flags_type, monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    spelled = ["--log_dir=~/my log", "--data-dir=my data", "--config", "~/a.yaml", "--wandb_project=a b=c"]
+    flags = dict(log_dir="/home/me/my log", data_dir="my data", config="/home/me/a.yaml", wandb_project="a b=c")
+    assert given(flags_type, arguments=spelled) == flags
+
+
+def test_the_home_folder_in_other_commands(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    for flags_type, spelled, flags in (
+        (sample.Flags, ["~/m", "--prompt=~/x y"], dict(model="/home/me/m", prompt="~/x y")),
+        (hellaswag.Flags, ["log/A", "--data=~/my items"], dict(model="log/A", data="/home/me/my items")),
+        (export.Flags, ["log/A", "~/my gpt2"], dict(model="log/A", out="/home/me/my gpt2")),
+        (fineweb.Flags, ["--input=~/my *.txt", "--out=~"], dict(input="/home/me/my *.txt", out="/home/me")),
+    ):
+        assert given(flags_type, arguments=spelled) == flags
 
 
 def test_the_command_line_goes_before_the_defaults(monkeypatch):
@@ -175,6 +198,37 @@ def test_garbage_is_collected_again_after_the_imports(monkeypatch):
     finally:
         gc.unfreeze()
     assert states == [(True, True)]
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def test_a_name_does_not_command_the_terminal(monkeypatch):
+    """What progress bars write around a line passes, and a file gets everything as it is."""
+    name, bar = "a\x1b[31m\rb\x07\x9b\tc é\n", ["\r 10%|# ", "\r      \r", "\r\033[Kstep\n"]
+    terminal, file = Terminal(), io.StringIO()
+    for stream in (terminal, file):
+        for text in [name, *bar]:
+            errors.Console(stream).write(text)
+    assert terminal.getvalue() == "a\\x1b[31m\\x0db\\x07\\x9b\tc é\n" + "".join(bar)
+    assert file.getvalue() == name + "".join(bar)
+
+
+def test_streams_of_a_notebook(monkeypatch):
+    """They cannot be reconfigured. An error is one line, whatever its names."""
+    for name in ("stdout", "stderr"):
+        monkeypatch.setattr(sys, name, io.StringIO())
+
+    def main():
+        print("hello")
+        raise UserError("no shards in a\nb")
+
+    out, err = sys.stdout, sys.stderr
+    with pytest.raises(SystemExit):
+        errors.run(main)
+    assert out.getvalue() == "hello\n" and err.getvalue() == "error: no shards in a\\nb\n"
 
 
 def test_a_full_disk_is_one_line(monkeypatch, capfd):

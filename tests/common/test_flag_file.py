@@ -35,10 +35,18 @@ def test_a_resumed_run_has_the_flags_of_its_file(tmp_path):
     assert defaults(dict(resume=str(run))) == config
 
 
-def test_values_as_people_write_them(tmp_path):
+def test_a_newline_in_a_flag_makes_no_line(tmp_path):
+    folder = tmp_path / "a\nlr: 1"
+    folder.mkdir()
+    flag_file.write(folder / "flags.yaml", chosen_flags(Config(log_dir=str(folder))), GROUPS)
+    assert flag_file.read(folder / "flags.yaml", Config) == dict(log_dir=str(folder))
+
+
+def test_values_as_people_write_them(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
     text = "autocast: off\nlr: 6e-4\ncompile: off\nmicro_batch_size: null\nmax_steps: 10 # short\nflash: True\n"
-    assert read(tmp_path / "flags.yaml", text + "data_dir:\n") == dict(
-        autocast="off", lr=6e-4, compile=False, max_steps=10, flash=True
+    assert read(tmp_path / "flags.yaml", text + "data_dir:\nlog_dir: ~/x\nhellaswag_data: ~\n") == dict(
+        autocast="off", lr=6e-4, compile=False, max_steps=10, flash=True, log_dir="/home/me/x"
     )
     assert read(tmp_path / "flags.yaml", "") == {}
 
@@ -51,7 +59,13 @@ def test_values_as_people_write_them(tmp_path):
         ("lrr: 1", "did you mean --lr?"),
         ("config: other.yaml", "config is for the command line"),
         ("resume: log/A", "resume is for the command line"),
-        ("lr: [1, 2]", "lr must be one value"),
+        ("lr: [1, 2]", "line 1: it must be YAML, NAME: VALUE on each line"),
+        ("max_steps: 1\nlr: 1\nmax_steps: 1", "max_steps is there twice"),
+        ("a: &a [x, x]\n" + "a: &a [*a, *a]\n" * 40, "line 1: it must be YAML"),
+        ("lr: &a 1\nmax_steps: *a", "line 2: it must be YAML"),
+        ("lr: " + "[" * 5000, "line 1: it must be YAML"),
+        ("- " * 5000, "line 1: it must be YAML"),
+        ("# nanoGPT's\nout_dir = 'out'\nlearning_rate = 1e-3", "line 2: it must be YAML"),
         ("lr", "NAME: VALUE"),
         ("lr: 'a", "cannot read the flags"),
         ("\0", "cannot read the flags"),

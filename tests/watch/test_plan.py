@@ -14,7 +14,7 @@ from optim.schedules import accumulation_steps, tokens_to_train
 from optimizations import Note
 from parallel.process_group import Distributed
 from watch import run_log
-from watch.plan import print_plan, print_summary
+from watch.plan import count, print_plan, print_summary
 from watch.run_log import RunLog
 
 CPU = torch.device("cpu")
@@ -54,12 +54,13 @@ def test_the_plan(tmp_path, capsys, monkeypatch):
         Note("micro_batch_size", 4, "it fits"),
         Note("compile", False, "no compiler"),
         Note("fp8", False, "no GPU"),
+        Note("attention", "sdpa", "no GPU"),
     ]
     switches = {"tf32": True, "compile": False, "flash": True, "autocast bf16": True, "fp8": False}
     lines = plan(capsys, config, log, 2, notes, hellaswag=items, switches=switches)
     parameters = 50257 * 32 + 32 * 32 + 2 * (12 * 32 * 32 + 13 * 32) + 2 * 32
     assert lines == [
-        ("device", f"2 × {log.facts['hardware']}; PyTorch {torch.__version__}"),
+        ("device", f"2 × {log.facts['hardware']}; PyTorch {torch.__version__}; MFU is of 10 TFLOP/s a device"),
         ("model", f"2 layers, 2 heads, 32 wide; {parameters:,} parameters"),
         ("init", "scratch, seed 1337"),
         ("batch", "1,024 tokens = 4 sequences × 32 tokens × 4 accumulated × 2 ranks"),
@@ -69,10 +70,9 @@ def test_the_plan(tmp_path, capsys, monkeypatch):
         ("on", "tf32, flash, autocast bf16 (off: compile, fp8)"),
         ("data", "edu_fineweb10B: 3 train shards, 10,240 tokens; 1 val, 480 of 500 tokens"),
         ("HellaSwag", "10,042 items"),
-        ("MFU", "relative to 10 TFLOP/s a device"),
         ("log", f"{tmp_path}/run/"),
         ("watch", f"{tmp_path}/run/metrics.jsonl"),
-        ("note", "off: tf32, fp8: no GPU"),
+        ("note", "tf32, fp8 are off; attention is sdpa: no GPU"),
         ("note", "micro_batch_size is 4: it fits"),
         ("note", "compile is off: no compiler"),
     ]
@@ -86,8 +86,8 @@ def test_the_plan_of_a_resumed_run(tmp_path, capsys, monkeypatch):
     assert lines["training"] == "10 steps, 1,004,096 tokens, 98.06 epochs" and "parallel" not in lines
     assert lines["batch"].endswith(" × 16 accumulated × 1 rank, reached after 4 steps")
     assert lines["on"] == "tf32" and lines["HellaSwag"] == "off"
-    assert lines["MFU"] == "unknown for this device"
     assert lines["note"] == "bits_per_byte is off: no network"
+    assert [count(number, "layer") for number in (0, 1, 2)] == ["0 layers", "1 layer", "2 layers"]
 
 
 @pytest.mark.parametrize("warmup", [0, 3, 7, 10, 25])
