@@ -10,7 +10,6 @@ from dataclasses import dataclass
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from torch.nn.attention.varlen import varlen_attn
 from torch.utils.checkpoint import checkpoint
 
 from kernels.attention import PACKED, has_varlen_attention
@@ -77,6 +76,8 @@ class CausalSelfAttention(nn.Module):
             return self.c_proj(packed_qkv(qkv, n_head, documents.offsets, self.attention == "flash4")[0])
         # mask_documents: no score between two documents is computed
         if documents.offsets is not None:
+            from torch.nn.attention.varlen import varlen_attn  # imports the compiler, a second
+
             q, k, v = qkv.reshape(B * T, 3, n_head, self.head_width).unbind(1)  # (B·T, H, D)
             y = varlen_attn(q, k, v, documents.offsets, documents.offsets, T, T, window_size=(-1, 0))  # causal
             return self.c_proj(y.reshape(B, T, C))

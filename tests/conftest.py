@@ -331,9 +331,9 @@ def train(command, call_main, corpus, tmp_path):
 # on a GPU; the single rank that these runs are compared with takes a mask.
 SEVERAL = """
 import json, os, sys, warnings
-import model, reference, train_gpt2
+import model, reference, torch.nn.attention.varlen, train_gpt2
 model.has_varlen_attention = lambda *_: True
-model.varlen_attn = reference.varlen_attn
+torch.nn.attention.varlen.varlen_attn = reference.varlen_attn
 warnings.simplefilter("error", FutureWarning)  # a call that PyTorch deprecates
 from checkpoints import pieces
 pieces.FILE_BYTES = 100_000  # several files a rank

@@ -129,7 +129,7 @@ def test_the_model_takes_the_offsets_where_a_kernel_does(monkeypatch):
     expected = model(x, y)
     assert torch.equal(packed(x, y), expected)
     monkeypatch.setattr("model.has_varlen_attention", lambda *_: True)
-    monkeypatch.setattr("model.varlen_attn", attention_by_hand)
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", attention_by_hand)
     torch.testing.assert_close(model(x, y, find_offsets(x, END)), expected)
     others = find_offsets(tokens_of(ROWS["one document fills the row"])[0], END)
     assert (model(x, y, others) - expected).abs() > 1e-4
@@ -139,7 +139,7 @@ def test_the_model_takes_the_offsets_where_a_kernel_does(monkeypatch):
 def test_one_graph_for_any_number_of_documents(monkeypatch, group_tokens):
     monkeypatch.setattr("kernels.documents.GROUP_TOKENS", group_tokens)
     monkeypatch.setattr("model.has_varlen_attention", lambda *_: True)
-    monkeypatch.setattr("model.varlen_attn", attention_by_hand)
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", attention_by_hand)
     counter = CompileCounterWithBackend("aot_eager")
     forward = torch.compile(tiny(mask_documents=True), dynamic=False, fullgraph=True, backend=counter)
     for columns in ([], [5], list(range(1, 24))):
