@@ -158,6 +158,14 @@ def launched():
 
     Raises UserError for an environment variable that is missing or wrong.
     """
+    if "WORLD_SIZE" not in os.environ:
+        # of srun and mpirun, which start a process for each task, and no process group
+        tasks = max(int(os.environ.get(name, 1)) for name in ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE"))
+        if tasks > 1:
+            raise UserError(
+                f"{tasks} tasks would each do the same: start one torchrun on each machine, as docs/slurm.sh does with "
+                "`srun --ntasks-per-node=1 torchrun ...`, or set WORLD_SIZE=1 for separate runs"
+            )
     if os.environ.get("WORLD_SIZE", "1") == "1":
         return 0, 1, 0, 1
     try:
