@@ -117,10 +117,11 @@ def check_data(start, config, data):
     """Raises UserError if the data differ from the checkpoint's. data: from open_streams."""
     if not start.resumed:
         return
-    manifests = start.training["manifest"], data["manifest"]
     difference = first_difference(start.training["shards"], data["shards"])
-    if not difference and all(manifests) and manifests[0] != manifests[1]:
-        difference = f"{MANIFEST} is not the same"
+    for name, text in (("manifest", f"{MANIFEST} is not the same"), ("sample", "the shards have other tokens")):
+        before, now = start.training.get(name), data[name]
+        if not difference and before and now and before != now:
+            difference = text
     if difference:
         raise UserError(
             f"{start.resumed} was trained on other data than {config.data_dir}: {difference}; continue with the same "

@@ -1,7 +1,7 @@
 """Tokens of documents in files of text, JSON or Parquet: in order, by several processes, from any position on.
 
 The parent cuts the files into tasks, the workers tokenize them. Every chunk of tokens comes with the position of its
-task, [file, ...], from which an interrupted call reads it again.
+task, [file, task of the file], from which an interrupted call reads it again.
 """
 
 import codecs
@@ -37,16 +37,15 @@ NOT_UTF8 = "times bytes that are not UTF-8 became U+FFFD (of Latin-1? iconv -f L
 def tokenize_files(paths, state, workers, limit):
     """Yield (state, tokens) for the tasks of all files, in order, from `state` on; None: from the start.
 
-    state: (file, row group, batch) of parquet, (file, byte, line) of text; tokens: (n,) uint16. limit: the most bytes
-    of a document. At the end this prints how many documents have no text, and how much is not UTF-8. Raises UserError
-    if a file cannot be read.
+    tokens: (n,) uint16. limit: the most bytes of a document. At the end this prints how many documents have no text,
+    and how much is not UTF-8. Raises UserError if a file cannot be read.
     """
     import fsspec
 
     # the file system of hf:// caches its queries to the hub; workers receive it so that they do not repeat the queries
     file_system = None if isinstance(paths[0], Path) else fsspec.core.url_to_fs(paths[0])[0]
     pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), start_worker, (file_system,))
-    tasks, queue = list_tasks(paths, state or (0, 0, 0), limit), collections.deque()
+    tasks, queue = list_tasks(paths, state or (0, 0), limit), collections.deque()
     remarks, first = collections.Counter(), {}
     try:
         while True:
@@ -72,10 +71,10 @@ def list_tasks(paths, state, limit):
 
     The function returns (tokens, remarks): (n,) uint16, and a Counter.
     """
-    first, *position = (*state, 0, 0, 0)[:3]
-    for file, path in enumerate(paths[first:], first):
-        for a, b, *task in FORMATS[suffix(path)](path, *(position if file == first else (0, 0)), limit):
-            yield (file, a, b), *task
+    for file, path in enumerate(paths[state[0] :], state[0]):
+        for number, task in enumerate(FORMATS[suffix(path)](path, limit)):
+            if (file, number) >= tuple(state):
+                yield (file, number), *task
 
 
 def suffix(path):
@@ -122,13 +121,12 @@ def decode(data):
 # Parquet: workers read their documents themselves, so that no text passes between processes
 
 
-def list_parquet(path, group, batch, limit):
-    """Yield (row group, batch, function, *arguments) from a position on."""
+def list_parquet(path, limit):
+    """Yield (function, *arguments) for the batches of each row group."""
     metadata = open_parquet(path).metadata
-    for g in range(group, metadata.num_row_groups):
-        for b in range(-(-metadata.row_group(g).num_rows // DOCUMENTS_PER_TASK)):
-            if (g, b) >= (group, batch):
-                yield g, b, tokenize_parquet, path, g, b, limit
+    for group in range(metadata.num_row_groups):
+        for batch in range(-(-metadata.row_group(group).num_rows // DOCUMENTS_PER_TASK)):
+            yield tokenize_parquet, path, group, batch, limit
 
 
 def tokenize_parquet(path, group, batch, limit):
@@ -177,13 +175,13 @@ def open_parquet(path):
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Text: the parent reads and decompresses blocks. A position is (bytes, lines) before a block.
+# Text: the parent reads and decompresses blocks
 
 
-def list_lines(path, start, line, limit):
-    """Yield (byte, line, function, *arguments) for blocks of complete lines of JSON, from a position on."""
-    for byte, number, block in read_blocks(path, start, line, lambda block: block.rfind(b"\n") + 1, limit):
-        yield byte, number, tokenize_lines, path, number, block
+def list_lines(path, limit):
+    """Yield (function, *arguments) for blocks of complete lines of JSON."""
+    for line, block in read_blocks(path, lambda block: block.rfind(b"\n") + 1, limit):
+        yield tokenize_lines, path, line, block
 
 
 def tokenize_lines(path, line, block):
@@ -209,10 +207,10 @@ def tokenize_lines(path, line, block):
     return tokenize(texts), collections.Counter({EMPTY: texts.count(""), NOT_UTF8: wrong})
 
 
-def list_text(path, start, line, limit):
-    """Yield (byte, line, function, *arguments) for blocks of a file of text, from a position on."""
-    for byte, number, block in read_blocks(path, start, line, cut_text, limit):
-        yield byte, number, tokenize_text, block, byte == 0
+def list_text(path, limit):
+    """Yield (function, *arguments) for blocks of a file of text."""
+    for number, (_, block) in enumerate(read_blocks(path, cut_text, limit)):
+        yield tokenize_text, block, number == 0
 
 
 def tokenize_text(block, first):
@@ -241,9 +239,8 @@ def cut_text(block):
     return begin + len(match[0].encode(errors="surrogateescape")) if match else 0
 
 
-def read_blocks(path, start, line, cut, limit):
-    """Yield (byte, line, block) of a file of text from a position on, .gz and .zst decompressed, without a byte-order
-    mark.
+def read_blocks(path, cut, limit):
+    """Yield (lines before it, block) of a file of text, .gz and .zst decompressed, without a byte-order mark.
 
     cut(block): the length of a block's part that can be tokenized by itself, 0 if there is none. Raises UserError if
     `limit` bytes cannot be cut, and for UTF-16.
@@ -252,21 +249,20 @@ def read_blocks(path, start, line, cut, limit):
 
     compression = {".gz": "gzip", ".zst": "zstd"}.get(path.suffix.lower())
     with reading(path), pa.input_stream(str(path), compression=compression) as file:
-        for skipped in range(0, start, BYTES_PER_TASK):
-            file.read(min(BYTES_PER_TASK, start - skipped))
-        buffer, size = b"", BYTES_PER_TASK
+        buffer, line, size = file.read(BYTES_PER_TASK), 0, BYTES_PER_TASK
+        if is_utf16(buffer):
+            raise UserError(f"{path} is UTF-16: convert it to UTF-8, for example with iconv -f UTF-16 -t UTF-8")
+        buffer = buffer.removeprefix(codecs.BOM_UTF8)
         while True:
-            buffer += file.read(max(0, size - len(buffer)))
-            at_end = len(buffer) < size
-            if start == 0 and is_utf16(buffer):
-                raise UserError(f"{path} is UTF-16: convert it to UTF-8, for example with iconv -f UTF-16 -t UTF-8")
-            # cut() sees `size` bytes, whatever the buffer holds beyond them: from a position on the blocks are the same
-            end = len(buffer) if at_end else cut(buffer[:size])
+            missing = max(0, size - len(buffer))
+            rest = file.read(missing)
+            buffer += rest
+            end = cut(buffer) if len(rest) == missing else len(buffer)
             if end:
-                yield start, line, buffer[:end].removeprefix(codecs.BOM_UTF8 if start == 0 else b"")
-                start, line = start + end, line + buffer.count(b"\n", 0, end)
+                yield line, buffer[:end]
+                line += buffer.count(b"\n", 0, end)
                 buffer, size = buffer[end:], BYTES_PER_TASK
-            elif at_end:
+            elif len(rest) < missing:
                 return
             elif size >= limit:
                 raise too_long(f"{path}, line {line + 1}", limit)

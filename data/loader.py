@@ -32,14 +32,6 @@ def make_batch(inputs, targets, device):
     return Batch(inputs, targets, offsets)
 
 
-class Window(NamedTuple):
-    """The documents of a window in reading order, one row each."""
-
-    shard: np.ndarray  # (documents,) index of the shard
-    start: np.ndarray  # (documents,) first token within that shard
-    end: np.ndarray  # (documents,) tokens of the window up to the document's end
-
-
 class TokenStream:
     """The tokens of a list of shards as one endless sequence, epoch after epoch, readable from any position.
 
@@ -53,8 +45,7 @@ class TokenStream:
         self.seed = seed
         self.shuffle = shuffle
         self.total = sum(len(shard) for shard in shards)  # tokens in an epoch
-        self._window = None  # (epoch, shards) that self._documents describes
-        self._documents = None
+        self._begin = self._end = 0  # the positions of the window that self._documents describes
 
     def sequences(self, tokens, seq_len):
         """Number of whole sequences, with a target for every token, in the first `tokens` tokens; at least one."""
@@ -68,52 +59,42 @@ class TokenStream:
         tokens = np.empty(count, dtype=np.uint16)
         filled = 0
         while filled < count:
-            filled += self._read_window(position + filled, tokens[filled:])
+            begin = position + filled
+            if not self._begin <= begin < self._end:
+                self._open_window(begin)
+            shard, stop, end = self._documents[:, np.searchsorted(self._documents[2], begin, side="right")].tolist()
+            n = min(end - begin, count - filled)
+            first = stop - (end - begin)
+            tokens[filled : filled + n] = self.shards[shard][first : first + n]
+            filled += n
         return tokens
 
-    def _read_window(self, position, out):
-        """Fill `out` from `position` on, up to the end of that window. Returns the number of tokens read."""
+    def _open_window(self, position):
+        """Set self._documents of the window with this position: (3, documents) int64, in reading order: the index of
+        the shard, the document's end within it, and its end in the stream. Without shuffle, each shard counts as one
+        document."""
         epoch, offset = divmod(position, self.total)
-        window, offset = self._find_window(epoch, offset)
-        if self._window != (epoch, window):
-            self._documents = self._order_documents(epoch, window)
-            self._window = (epoch, window)
-        documents = self._documents
-        filled = 0
-        i = int(np.searchsorted(documents.end, offset, side="right"))  # the document that holds token `offset`
-        while filled < len(out) and i < len(documents.end):
-            begin = int(documents.end[i - 1]) if i else 0  # of the document, within the window
-            first = documents.start[i] + offset + filled - begin  # within the shard
-            n = min(int(documents.end[i]) - offset - filled, len(out) - filled)
-            out[filled : filled + n] = self.shards[documents.shard[i]][first : first + n]
-            filled += n
-            i += 1
-        return filled
-
-    def _find_window(self, epoch, offset):
-        """The window (a list of shard indices) with token `offset` of the epoch, and the token's offset in it."""
         order = np.arange(len(self.shards))
         if self.shuffle:
             order = np.random.default_rng([self.seed, epoch]).permutation(order)
         windows = [order[i : i + SHUFFLE_WINDOW].tolist() for i in range(0, len(order), SHUFFLE_WINDOW)]
         ends = np.cumsum([sum(len(self.shards[shard]) for shard in window) for window in windows])
         w = int(np.searchsorted(ends, offset, side="right"))
-        return windows[w], offset - (int(ends[w - 1]) if w else 0)
-
-    def _order_documents(self, epoch, window):
-        """The Window of these shards. Without shuffle, each shard counts as one document."""
-        shard, start, length = [], [], []
-        for index in window:
+        shard, stop, length = [], [], []
+        for index in windows[w]:
+            size = len(self.shards[index])
             # 0 too: a shard may begin with the rest of a document
             starts = np.union1d([0], self.shards[index].document_starts() if self.shuffle else [0])
             shard.append(np.full(len(starts), index))
-            start.append(starts)
-            length.append(np.diff(starts, append=len(self.shards[index])))
-        shard, start, length = (np.concatenate(parts) for parts in (shard, start, length))
+            stop.append(np.append(starts[1:], size))
+            length.append(np.diff(starts, append=size))
+        shard, stop, length = (np.concatenate(parts) for parts in (shard, stop, length))
         if self.shuffle:
-            order = np.random.default_rng([self.seed, epoch, *window]).permutation(len(start))
-            shard, start, length = shard[order], start[order], length[order]
-        return Window(shard, start, np.cumsum(length))
+            order = np.random.default_rng([self.seed, epoch, *windows[w]]).permutation(len(stop))
+            shard, stop, length = shard[order], stop[order], length[order]
+        self._end = epoch * self.total + int(ends[w])
+        self._begin = self._end - int(length.sum())
+        self._documents = np.stack((shard, stop, self._begin + np.cumsum(length)))
 
 
 def open_streams(config, distributed):

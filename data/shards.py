@@ -1,10 +1,11 @@
 """Shards (tokens on disk) and the manifest that lists them.
 
-A shard is a one-dimensional uint16 .npy file, or a .bin file of llm.c and modded-nanogpt. Each document in it is
-<|endoftext|> followed by the document's tokens; a document may continue in the next shard. The layout is
+A shard is a one-dimensional uint16 .npy file, or a .bin file of llm.c, modded-nanogpt or nanoGPT. Each document in it
+is <|endoftext|> followed by the document's tokens; a document may continue in the next shard. The layout is
 build-nanogpt's; the manifest, shards.json, is an addition.
 """
 
+import hashlib
 import os
 import re
 from pathlib import Path
@@ -19,7 +20,6 @@ from data.tokenizer import END_OF_TEXT
 MANIFEST = "shards.json"
 UNFINISHED = "unfinished.json"  # fineweb.py's progress, in a folder that is not complete
 BLOCK = 2**18  # tokens that a pass over a shard reads at a time
-SUFFIXES = (".npy", ".bin")
 BIN_HEADER = 256  # int32: magic number, version, number of tokens, zeros
 BIN_MAGIC, BIN_VERSION = 20240520, 1
 
@@ -58,8 +58,9 @@ def open_shards(data_dir, split):
 
 
 def list_shards(data_dir, split):
-    """The paths of the shards of `split`, sorted by name."""
-    return sorted(path for path in Path(data_dir).glob(f"*_{split}_*") if path.suffix in SUFFIXES)
+    """The paths of the shards of `split`, sorted by name: NAME_train_000001.npy or .bin, NAME_train.bin, train.bin."""
+    names = re.compile(rf"(.+_)?{split}(_.+)?\.(npy|bin)")
+    return sorted(path for path in Path(data_dir).glob("*") if names.fullmatch(path.name))
 
 
 class Shard:
@@ -92,25 +93,29 @@ class Shard:
 def open_shard(path):
     """The Shard in a .npy or .bin file. Raises UserError if the file is something else."""
     try:
-        regular_file(path)
-        tokens = map_bin(path) if Path(path).suffix == ".bin" else np.lib.format.open_memmap(path, mode="r")
+        path = regular_file(path)
+        tokens = map_bin(path) if path.suffix == ".bin" else np.lib.format.open_memmap(path, mode="r")
         if tokens.dtype != np.uint16 or tokens.ndim != 1 or not len(tokens):
             raise ValueError(f"{tokens.dtype} of shape {tokens.shape}, it must be uint16 and one-dimensional")
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}") from error
-    except Exception as error:  # NumPy evaluates the header by ast.literal_eval, which raises many kinds
-        raise UserError(f"{path} is not a shard: {first_line(error)}; delete it and make it again") from error
+    except (ValueError, TypeError, LookupError, SyntaxError, OverflowError, RecursionError, MemoryError) as error:
+        raise UserError(f"{path} is not a shard: {first_line(error)}; make it again with fineweb.py") from error
     shard = Shard(path, np.asarray(tokens))
     shard[:65536], shard[-65536:]  # checks the tokens at both ends; the others are checked when they are read
     return shard
 
 
 def map_bin(path):
-    """The tokens of a .bin file as a memory map. Raises ValueError if it is something else."""
+    """The tokens of a .bin file as a memory map; nanoGPT's train.bin and val.bin have no header. Raises ValueError."""
     header = np.fromfile(path, dtype="<i4", count=3)
-    if tuple(header[:2]) != (BIN_MAGIC, BIN_VERSION):
+    if tuple(header[:2]) == (BIN_MAGIC, BIN_VERSION):
+        return np.memmap(path, dtype=np.uint16, mode="r", offset=4 * BIN_HEADER, shape=max(0, int(header[2])))
+    if path.name not in ("train.bin", "val.bin"):
         raise ValueError(f"it does not begin with {BIN_MAGIC} and {BIN_VERSION}, as llm.c's files of GPT-2's tokens do")
-    return np.memmap(path, dtype=np.uint16, mode="r", offset=4 * BIN_HEADER, shape=max(0, int(header[2])))
+    if path.with_name("meta.pkl").exists():
+        raise ValueError("by meta.pkl beside it, its tokens are characters and not GPT-2's")
+    return np.memmap(path, dtype=np.uint16, mode="r")
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -169,10 +174,18 @@ def first_difference(listed, found):
 
 
 def identity(data_dir, shards):
-    """What a checkpoint keeps to recognize its data: {file name: tokens} of the shards, and the manifest's SHA-256."""
+    """What a checkpoint keeps to recognize its data: {file name: tokens} of the shards, the manifest's SHA-256, and the
+    SHA-256 of 4 KB at five places of each shard."""
     manifest = Path(data_dir) / MANIFEST
-    sizes = {Path(shard.path).name: len(shard) for shard in shards}
-    return dict(shards=sizes, manifest=digest(manifest) if manifest.exists() else None)
+    sample = hashlib.sha256()
+    for shard in shards:
+        for start in np.linspace(0, max(0, len(shard) - 2048), 5, dtype=int):
+            sample.update(shard[start : start + 2048])
+    return dict(
+        shards={shard.path.name: len(shard) for shard in shards},
+        manifest=digest(manifest) if manifest.exists() else None,
+        sample=sample.hexdigest(),
+    )
 
 
 def dataset_name(data_dir):

@@ -86,10 +86,9 @@ def encode(text):
     with the word. It finds this by backtracking, and fails from 999,999 characters on. So the text is cut before that
     last one: at the end of a text `\\s++$` takes the n - 1 as one piece too, and no pattern looks back.
     """
-    cuts = [0, len(text)]
-    if len(text) > LONG_WHITE_SPACE:
-        cuts[1:1] = [run.end() - 1 for run in WHITE_SPACE.finditer(text) if len(run[0]) > LONG_WHITE_SPACE]
-    parts = [text[start:end] for start, end in zip(cuts, cuts[1:])]
+    runs = WHITE_SPACE.finditer(text) if len(text) > LONG_WHITE_SPACE else ()
+    cuts = [run.end() - 1 for run in runs if len(run[0]) > LONG_WHITE_SPACE and run.end() < len(text)]
+    parts = [text[start:end] for start, end in zip([0, *cuts], [*cuts, len(text)])]
     return np.concatenate([get_tokenizer().encode_to_numpy(part, disallowed_special=()) for part in parts])
 
 

@@ -176,7 +176,7 @@ def test_unreadable_sources(tmp_path):
 
     def read():
         paths, _ = fineweb.find_source(fineweb.Flags(input=str(path)))
-        return [function(*arguments)[0] for _, function, *arguments in list_tasks(paths, (0, 0, 0), 2**25)]
+        return [function(*arguments)[0] for _, function, *arguments in list_tasks(paths, (0, 0), 2**25)]
 
     assert np.array_equal(np.concatenate(read()), plain_tokens(TEXTS))
     damaged = content[:50] + bytes(100) + content[150:]

@@ -12,7 +12,6 @@ from checkpoints import resume, run_folder
 from common.errors import UserError
 from config import Config
 from data.loader import open_streams
-from data.shard_folder import ShardFolder
 from data.shards import manifest_entry
 
 
@@ -29,14 +28,16 @@ def test_what_changed_since_the_checkpoint_is_said(tmp_path):
 
 
 def test_other_data_are_recognized(tmp_path):
-    """By the shards' names and sizes, and by the manifest if both sides have one."""
+    """By the shards' names and sizes, by the manifest if both sides have one, and by a sample of the tokens."""
     for name, sizes in (("one", (50, 200, 300)), ("moved", (50, 200, 300)), ("other", (50, 300, 200))):
         (tmp_path / name).mkdir()
         write_corpus(tmp_path / name, sizes)
 
-    def difference(before, after):
+    def difference(before, after, older=False):
         configs = [Config(data_dir=str(tmp_path / name), total_batch_size=64, seq_len=8) for name in (before, after)]
         (*_, data), (*_, own_data) = (open_streams(config, ALONE) for config in configs)
+        if older:  # a checkpoint without the sample
+            del data["sample"]
         start = resume.Start(tmp_path / "checkpoint_000001", data, None, None)
         try:
             resume.check_data(start, configs[1], own_data)
@@ -47,10 +48,14 @@ def test_other_data_are_recognized(tmp_path):
 
     def manifest(name, source):
         (tmp_path / name / "shards.json").unlink(missing_ok=True)
-        entries = [manifest_entry(path) for path in ShardFolder(tmp_path / name).shard_paths()]
+        entries = [manifest_entry(path) for path in sorted((tmp_path / name).glob("*.npy"))]
         (tmp_path / name / "shards.json").write_text(json.dumps(dict(source=dict(files=source), shards=entries)))
 
     assert difference("one", "moved") == ""
+    write_corpus(tmp_path / "moved", (50, 200, 300), seed=1)
+    assert "the shards have other tokens" in difference("one", "moved")
+    assert difference("one", "moved", older=True) == ""
+    write_corpus(tmp_path / "moved", (50, 200, 300))
     assert "edufineweb_train_000001.npy has 300 tokens instead of 200" in difference("one", "other")
     manifest("one", "the web")
     assert difference("one", "moved") == ""

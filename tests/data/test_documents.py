@@ -22,7 +22,7 @@ def task_size(request, monkeypatch):
     monkeypatch.setattr(documents, "BYTES_PER_TASK", request.param)
 
 
-def read(*paths, state=(0, 0, 0)):
+def read(*paths, state=(0, 0)):
     """(state, tokens) of every task from `state` on."""
     tasks = list_tasks(paths, state, LIMIT)
     return [(position, function(*arguments)[0]) for position, function, *arguments in tasks]

@@ -74,6 +74,26 @@ def write_bin_corpus(corpus, folder, name):
     return folder
 
 
+def test_shards_of_peers_by_name(tmp_path):
+    """llm.c's TinyStories_train.bin, and nanoGPT's train.bin, which has no header."""
+    tokens = np.arange(3000, dtype=np.uint16)
+    for name, header in (("TinyStories", True), ("tiny_shakespeare", True), ("", False)):
+        folder = tmp_path / f"of_{name}"
+        folder.mkdir()
+        for split in ("train", "val"):
+            path = folder / f"{name}{'_' if name else ''}{split}.bin"
+            path.write_bytes(bin_content(tokens) if header else tokens.tobytes())
+            (shard,) = open_shards(folder, split)
+            assert shard.path == path and np.array_equal(shard[:], tokens)
+    (folder / "meta.pkl").touch()
+    with pytest.raises(UserError, match="its tokens are characters"):
+        open_shards(folder, "train")
+    (folder / "meta.pkl").unlink()
+    path.write_bytes(b"odd")
+    with pytest.raises(UserError, match="val.bin is not a shard"):
+        open_shards(folder, "val")
+
+
 def test_bin_shards_train_like_npy_shards(train, corpus, tmp_path):
     other = write_bin_corpus(corpus, tmp_path / "bin", "fineweb")
     for split in ("train", "val"):

@@ -6,7 +6,7 @@ from transformers import GPT2Tokenizer
 
 from common.errors import UserError
 from data import tokenizer
-from data.tokenizer import END_OF_TEXT, VOCAB_SIZE, get_tokenizer, tokenize
+from data.tokenizer import END_OF_TEXT, VOCAB_SIZE, encode, get_tokenizer, tokenize
 
 
 def test_the_encoding_is_gpt2s():
@@ -19,6 +19,19 @@ def test_the_encoding_is_gpt2s():
     for text in ("  two  spaces\n\n\tand tabs ", "it's 2,345.67€ — naïve 日本語 🙂", "x" * 300, "\r\n\x00\ufffd"):
         assert encoding.encode_ordinary(text) == theirs.encode(text)
         assert encoding.decode(encoding.encode_ordinary(text)) == text
+
+
+def test_white_space_of_any_length(monkeypatch):
+    """n - 1 characters, and the last with the word after them. The pattern itself fails from 999,999 characters on."""
+    plain = get_tokenizer().encode_ordinary
+    tokens = encode("y" + " " * 1_000_000 + "x" + "\n" * 1_000_000 + "z").tolist()
+    assert tokens == [*plain("y"), *plain(" ") * 999_999, *plain(" x"), *plain("\n" * 999_999), *plain("\nz")]
+    monkeypatch.setattr(tokenizer, "LONG_WHITE_SPACE", 2)
+    pieces = [" ", "  ", "\n", "\r\n", "\t", "\x85", "\xa0", "\u2009", "\u3000", "\x1c", "\x1f", "\u200b", "\ufeff"]
+    rng = np.random.default_rng(0)
+    for _ in range(300):
+        text = "".join(rng.choice([*pieces, *pieces, "word", "'s", "'", "7", "."], 40))
+        assert encode(text).tolist() == plain(text)
 
 
 def test_special_tokens_in_a_text_are_text():
