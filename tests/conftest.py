@@ -17,6 +17,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 # read by what is imported below. Inductor's pool of compilers would be a process that stays behind a test
@@ -218,6 +219,16 @@ def no_process_stays():
         sys.modules["wandb"].teardown()  # it has a process of its own, and starts another in the next test
     keep = [fork_server()[0].pid] if fork_server.cache_info().currsize else []
     end_descendants(os.getpid(), keep)
+
+
+def wait_until(condition, process=None, errors=None):
+    """Wait for an event: a file, a line of output, the end of a process. process: ends the wait if it ends, which is an
+    error; errors: the file of what it says."""
+    end = time.monotonic() + TIMEOUT
+    while not condition():
+        goes_on = process is None or process.poll() is None
+        assert goes_on and time.monotonic() < end, errors and errors.read_text()
+        time.sleep(0.01)
 
 
 def free_port():

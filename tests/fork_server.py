@@ -11,7 +11,7 @@ import signal
 import socket
 import sys
 
-TIMEOUT = 240  # seconds for one command
+TIMEOUT = 600  # seconds for one command, on a machine that is busy with other work too
 PYTHON = "python"  # beside the server's socket: what runs in forks as sys.executable; see launch()
 
 

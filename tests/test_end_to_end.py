@@ -158,7 +158,7 @@ def gloo_threads():
                 yield from (name for name in file if "gloo_run" in name)
         except OSError:  # it has just ended
             pass
-until = time.monotonic() + 10  # a thread that has been joined is listed for a moment more
+until = time.monotonic() + 600  # a thread that has been joined is listed for a moment more
 while any(gloo_threads()):  # one that outlives Python's end aborts the process
     assert time.monotonic() < until, list(gloo_threads())
     time.sleep(0.01)

@@ -5,14 +5,13 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from conftest import ROOT, expect_error
+from conftest import ROOT, expect_error, wait_until
 
 import fineweb
 from common.errors import UserError
@@ -267,13 +266,6 @@ def test_a_killed_call_ends_its_workers(command, tmp_path):
     assert command("fineweb.py", *arguments).returncode == 0
     entries = json.loads((tmp_path / "d" / "shards.json").read_text())["shards"]
     assert all(digest(tmp_path / "d" / entry["name"]) == entry["sha256"] for entry in entries)
-
-
-def wait_until(condition, seconds=60):
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.02)
 
 
 def running(pid):

@@ -4,19 +4,11 @@ import os
 import signal
 import subprocess
 import sys
-import time
 
-from conftest import begin, fork_server
-from fork_server import Fork, descendants, end_descendants
+from conftest import begin, fork_server, wait_until
+from fork_server import TIMEOUT, Fork, descendants, end_descendants
 
 SLEEP = "import time; print('begun', flush=True); time.sleep(600)"
-
-
-def wait_for(condition):
-    until = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < until
-        time.sleep(0.01)
 
 
 def test_what_a_test_starts_ends_with_it(tmp_path):
@@ -24,10 +16,10 @@ def test_what_a_test_starts_ends_with_it(tmp_path):
     (tmp_path / "sleep.py").write_text("import os; os.fork(); os.fork();\n" + SLEEP)
     outputs = [tmp_path / "out", tmp_path / "err"]
     begin([tmp_path / "sleep.py"], tmp_path, outputs)
-    wait_for(lambda: outputs[0].exists() and outputs[0].read_text().count("begun") == 4)
+    wait_until(lambda: outputs[0].exists() and outputs[0].read_text().count("begun") == 4)
     subprocess.Popen(["sh", "-c", "setsid sleep 600 & sleep 600"])
     server = fork_server()[0].pid
-    wait_for(lambda: len(set(descendants(os.getpid())) - {server}) == 4 + 3)
+    wait_until(lambda: len(set(descendants(os.getpid())) - {server}) == 4 + 3)
     end_descendants(os.getpid(), [server])
     assert set(descendants(os.getpid())) == {server}
 
@@ -44,15 +36,15 @@ def test_a_fork_is_what_python_runs(tmp_path):
             capture_output=True,
             text=True,
         )
-        assert process.wait(30) == process.poll() == real.returncode == 1
+        assert process.wait(TIMEOUT) == process.poll() == real.returncode == 1
         assert [path.read_text() for path in outputs] == [real.stdout, real.stderr]
         for path in outputs:
             path.unlink()
     (tmp_path / "sleep.py").write_text(SLEEP)
     process = begin([tmp_path / "sleep.py"], tmp_path, outputs)
-    wait_for(lambda: outputs[0].exists() and "begun" in outputs[0].read_text())
+    wait_until(lambda: outputs[0].exists() and "begun" in outputs[0].read_text())
     process.send_signal(signal.SIGTERM)
-    assert process.wait(30) == -signal.SIGTERM
+    assert process.wait(TIMEOUT) == -signal.SIGTERM
 
     null = os.open(os.devnull, os.O_RDWR)
     server, path = fork_server()
@@ -60,4 +52,4 @@ def test_a_fork_is_what_python_runs(tmp_path):
     os.close(null)
     assert process.pid in descendants(server.pid)
     del process
-    wait_for(lambda: not descendants(server.pid))
+    wait_until(lambda: not descendants(server.pid))

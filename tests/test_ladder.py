@@ -1,13 +1,14 @@
 import dataclasses
 import json
+import os
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
 import torch
-from conftest import ROOT, TINY, expect_error, metrics
+from conftest import ROOT, TINY, expect_error, metrics, wait_until
+from fork_server import TIMEOUT, descendants
 
 import ladder
 import train_gpt2
@@ -135,14 +136,11 @@ def test_a_stopped_ladder_leaves_no_run_behind(corpus, tmp_path):
     flags = [*TINY, "--data_dir", "corpus", "--run_name", "stop", "--ladder", "--ladder_steps", "100000"]
     process = subprocess.Popen([sys.executable, ROOT / "train_gpt2.py", *flags], cwd=tmp_path)
     progress = tmp_path / "log/stop/00_baseline_B1/metrics.jsonl"
-    until = time.monotonic() + 120
-    while not (progress.exists() and progress.stat().st_size) and time.monotonic() < until:
-        time.sleep(0.1)
+    wait_until(lambda: progress.exists() and progress.stat().st_size, process)
+    run = descendants(process.pid)
     process.send_signal(signal.SIGTERM)
-    assert process.wait(timeout=60) == 143
-    size = progress.stat().st_size
-    time.sleep(1)
-    assert progress.stat().st_size == size > 0
+    assert process.wait(TIMEOUT) == 143
+    assert run and not set(run) & set(descendants(os.getpid()))  # where orphans would be
 
 
 def test_defaults_without_a_gpu(monkeypatch):

@@ -3,6 +3,7 @@ import os
 import threading
 
 import pytest
+from fork_server import TIMEOUT
 
 from common.errors import UserError
 from common.files import digest, lock, read_json, regular_file
@@ -51,6 +52,6 @@ def test_a_lock_is_refused_or_waited_for(tmp_path):
     waiting.join(0.2)
     assert waiting.is_alive()
     first.close()
-    waiting.join(20)
+    waiting.join(TIMEOUT)
     assert not waiting.is_alive()
     lock(tmp_path / "lock", "busy").close()

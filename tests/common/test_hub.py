@@ -4,7 +4,8 @@ import http.server
 import os
 import socket
 import threading
-import time
+
+import pytest
 
 from common.hub import check_hub
 
@@ -29,9 +30,12 @@ def test_a_hub_that_never_answers(command, tmp_path):
     """Connections are accepted, and that is all. With its own retries each of the three takes minutes."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         (tmp_path / "ask.py").write_text(ASK.format(f"http://127.0.0.1:{server.getsockname()[1]}"))
-        began = time.monotonic()
         done = command(tmp_path / "ask.py")
-    assert done.returncode == 0 and time.monotonic() - began < 30, done.stderr
+        server.accept()[0].close()
+        server.setblocking(False)
+        with pytest.raises(BlockingIOError):  # it was asked once
+            server.accept()
+    assert done.returncode == 0, done.stderr
     said, *errors = done.stdout.splitlines()
     assert "does not answer (timed out)" in said and len(errors) == 3
     for error, name in zip(errors, ("gpt2", "HellaSwag", "fineweb-edu")):

@@ -3,11 +3,10 @@ import os
 import re
 import signal
 import threading
-import time
 
 import pytest
 import torch
-from conftest import TINY
+from conftest import TINY, wait_until
 
 from common.cli import given
 from common.errors import UserError
@@ -36,8 +35,7 @@ def test_a_run_that_a_signal_stops(corpus, tmp_path):
 
     def stop():
         path = tmp_path / "x" / "00" / "metrics.jsonl"
-        while not (path.exists() and path.stat().st_size):
-            time.sleep(0.01)
+        wait_until(lambda: path.exists() and path.stat().st_size)
         with open(f"/proc/self/task/{os.getpid()}/children") as file:
             os.kill(int(file.read().split()[-1]), signal.SIGTERM)
 

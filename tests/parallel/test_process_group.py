@@ -40,7 +40,7 @@ def test_an_all_reduce_waits_neither_for_the_gpu_nor_for_later_work():
         read = process_group.Distributed(0, 1, device).begin_all_reduce(x, True, torch.full((2,), 5.0, pin_memory=True))
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    torch.cuda._sleep(10**9)  # cycles: half a second
+    torch.cuda._sleep(5 * 10**9)  # cycles: some seconds
     assert read() == [1.0, 1.0, 5.0, 5.0] and not torch.cuda.current_stream().query()
 
 
