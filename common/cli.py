@@ -28,17 +28,9 @@ ROOT = Path(__file__).parent.parent
 SWITCH_VALUES = {"on": True, "true": True, "1": True, "off": False, "false": False, "0": False}
 HELP = {"--help", "-h"}
 # nanoGPT's flags, whose names here are too different for difflib
-NANOGPT = dict(
-    batch_size="micro_batch_size",
-    block_size="seq_len",
-    dataset="data_dir",
-    dtype="autocast",
-    eval_interval="val_every",
-    gradient_accumulation_steps="total_batch_size",
-    learning_rate="lr",
-    num_samples="count",
-    start="prompt",
-)
+NANOGPT = dict(batch_size="micro_batch_size", block_size="seq_len", dataset="data_dir", dtype="autocast")
+NANOGPT |= dict(eval_interval="val_every", gradient_accumulation_steps="total_batch_size", learning_rate="lr")
+NANOGPT |= dict(num_samples="count", start="prompt")
 
 
 def flag(default, **facts):

@@ -1,10 +1,8 @@
 """Flags in a YAML file: --config reads one, and every run writes its own."""
 
-import dataclasses
-
 import yaml
 
-from common.cli import given
+from common.cli import flags_with, given
 from common.errors import UserError, first_line
 from common.files import atomic_write, regular_file
 
@@ -41,13 +39,10 @@ def read(path, flags_type):
         raise UserError(f"{path}: {error}") from error
 
 
-def write(path, values, sections):
-    """Write flags, {name: value}, but those of one start, by sections: dataclasses with a TITLE. Raises OSError."""
-    lines = ["# the flags of this run; train_gpt2.py --config FILE repeats it"]
-    for group in sections:
-        names = [field.name for field in dataclasses.fields(group) if not field.metadata.get("one_start")]
-        own = {name: values[name] for name in names if values.get(name) is not None}
-        if own:
-            lines += ["", f"# {group.TITLE}", yaml.safe_dump(own, sort_keys=False, allow_unicode=True).strip()]
+def write(path, values, flags_type):
+    """Write flags, {name: value}, but those of one start. Raises OSError."""
+    left_out = flags_with(flags_type, one_start=True)
+    own = {name: value for name, value in values.items() if name not in left_out and value is not None}
+    text = yaml.safe_dump(own, sort_keys=False, allow_unicode=True) if own else ""
     with atomic_write(path) as file:
-        file.write(("\n".join(lines) + "\n").encode())
+        file.write(f"# the flags of this run; train_gpt2.py --config FILE repeats it\n{text}".encode())

@@ -46,22 +46,19 @@ PEAK_TFLOPS = {
     "V100": 125,
     "T4": 65,
 }
-WITHOUT_BF16 = ("V100", "T4")
 
 
 def peak_tflops_of(name):
     """The dense bf16 peak in TFLOP/s of a device with this name, or None if it is not in PEAK_TFLOPS."""
-    return next((peak for part, peak in PEAK_TFLOPS.items() if is_named(part, name)), None)
+    for part, peak in PEAK_TFLOPS.items():
+        if re.search(rf"\b{part}\b(?! (Laptop|D\b))", name):  # a laptop's card or China's (D) is slower
+            return peak
+    return None
 
 
 def peak_flops(device):
     """The device's dense bf16 peak in FLOP/s; 0 if it is unknown."""
     return 1e12 * (device.type == "cuda" and peak_tflops_of(torch.cuda.get_device_name(device)) or 0)
-
-
-def is_named(part, name):
-    """Whether a device's name has this part as a whole word. The laptops' and China's (D) cards are slower ones."""
-    return re.search(rf"\b{part}\b(?! (Laptop|D\b))", name)
 
 
 def flops_per_token(model, seq_len):

@@ -22,7 +22,7 @@ from checkpoints.run_folder import (
 from common import flag_file
 from common.errors import UserError
 from common.files import atomic_write, write_json
-from config import GROUPS, chosen_flags
+from config import Config, chosen_flags
 from data.shards import dataset_name
 from watch.hardware import environment, mfu, peak_flops, peak_memory
 from watch.ranks import slowest
@@ -191,7 +191,7 @@ class RunLog:
 
     def _write_facts(self):
         write_json(self.folder / "config.json", self.facts)
-        flag_file.write(self.folder / FLAGS, chosen_flags(self.flags), GROUPS)
+        flag_file.write(self.folder / FLAGS, chosen_flags(self.flags), Config)
 
     def _print(self, step, *columns):
         """Columns that are None, False or 0 are left out."""
