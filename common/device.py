@@ -7,12 +7,13 @@ import os
 import shutil
 import sys
 import sysconfig
+import tempfile
 from pathlib import Path
 
 import torch
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from common.errors import first_line
+from common.errors import UserError, first_line
 
 
 def choose_device_type(choice):
@@ -34,7 +35,25 @@ def missing_compiler(device):
         missing = f"a C++ compiler ({cxx})"
     elif not Path(sysconfig.get_path("include", scheme), "Python.h").exists():
         missing = "Python's headers (python3-dev)"
-    return missing and f"torch.compile and Triton need {missing}, and this machine has none"
+    if missing:
+        return f"torch.compile and Triton need {missing}, and this machine has none"
+    return unusable_folder("TORCHINDUCTOR_CACHE_DIR", tempfile.gettempdir())
+
+
+def unusable_folder(variable, default):
+    """Why compiled code cannot run from the folder that an environment variable names, or None.
+
+    Raises UserError if nothing can be written there: PyTorch then fails without torch.compile too.
+    """
+    folder = os.environ.get(variable, default)
+    try:
+        os.makedirs(folder, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=folder) as file:
+            os.chmod(file.name, 0o700)
+            if not os.access(file.name, os.X_OK):
+                return f"compiled code cannot run from {folder}, which is mounted noexec ({variable} sets another)"
+    except OSError as error:
+        raise UserError(f"{variable}: cannot write {folder} ({error.strerror}): set another folder") from error
 
 
 @functools.cache

@@ -14,7 +14,7 @@ from conftest import ROOT, logged, skip_without_flash4
 
 from common.errors import UserError
 from config import Config, resolve
-from kernels import attention, cublaslt, needs
+from kernels import attention, cublaslt
 from model import GPTConfig
 from optimizations import (
     OPTIMIZATIONS,
@@ -322,6 +322,11 @@ def test_where_tuned_gemms_are_available(gpu, monkeypatch, capability, flags, re
     assert reason is None or reason in next(note.reason for note in notes if note.flag == "tuned_gemms")
 
 
-def test_a_sharded_run_on_one_rank_is_ddp():
-    reason = needs.bf16_gpu(Config(autocast="bf16", parallel="zero3"), Distributed(0, 1, torch.device("cpu")))
-    assert reason == "this is cpu, not an NVIDIA GPU"
+@pytest.mark.parametrize("parallel", ["ddp", "zero3"])
+def test_on_a_cpu_all_kernels_for_gpus_are_off_for_one_reason(monkeypatch, parallel):
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: dict(avx512_bf16=True))
+    cpu = Distributed(0, 1, torch.device("cpu"))
+    _, notes = turn_off_unavailable(Config(compile=False, parallel=parallel, fp8=True), cpu)
+    off = {note.flag for note in notes if note.reason == "this is cpu, not an NVIDIA GPU"}
+    gpu_flags = {"tf32", "bf16_residual", "tuned_gemms", "fused_cross_entropy", "fused_gelu", "attention", "fp8"}
+    assert off == gpu_flags and {note.flag for note in notes} - off <= {"parallel"}
