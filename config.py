@@ -226,9 +226,10 @@ def defaults(typed):
     Raises UserError for a file without flags.
     """
     in_files = {}
-    for path in (flags_file_of(typed), typed.get("config")):
-        if path:
-            in_files |= flag_file.read(path, Config)
+    if path := flags_file_of(typed):
+        in_files |= flag_file.read(path, Config, of_a_run=True)
+    if path := typed.get("config"):
+        in_files |= flag_file.read(path, Config)
     chosen = in_files | typed
     if typed.get("ladder") and not {"data_dir", "device", "model", "init_from"} & chosen.keys():
         chosen["demo"] = chosen.get("demo") or not torch.cuda.is_available()

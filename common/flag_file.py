@@ -1,5 +1,7 @@
 """Flags in a YAML file: --config reads one, and every run writes its own."""
 
+import os
+
 import yaml
 
 from common.cli import flags_with, given
@@ -7,10 +9,11 @@ from common.errors import UserError, first_line
 from common.files import atomic_write, regular_file
 
 
-def read(path, flags_type):
+def read(path, flags_type, of_a_run=False):
     """The flags in a file: {name: value}; one without a value has its default.
 
-    Raises UserError if the file cannot be read, has flags that do not exist, or values that do not fit.
+    of_a_run: an older version may have written it, so flags that do not exist are left out, which a line says. Raises
+    UserError if the file cannot be read, has values that do not fit or, unless it is of a run, flags that do not exist.
     """
     texts, in_mapping = [], False
     try:
@@ -32,6 +35,10 @@ def read(path, flags_type):
         if name in content:
             raise UserError(f"{path}: {name} is there twice")
         content[name] = text
+    former = sorted(content.keys() - flags_type.__dataclass_fields__.keys()) if of_a_run else []
+    if former and os.environ.get("RANK", "0") == "0":
+        print(f"{path} has flags that no longer exist: {', '.join(former)}")
+    content = {name: text for name, text in content.items() if name not in former}
     arguments = [f"--{name}={text}" for name, text in content.items() if text not in ("", "~", "null")]
     try:
         return given(flags_type, arguments)

@@ -22,7 +22,7 @@ def test_what_is_written_is_read(tmp_path):
     assert read_back == dataclasses.replace(config, run_name=None)
 
 
-def test_a_resumed_run_has_the_flags_of_its_file(tmp_path):
+def test_a_resumed_run_has_the_flags_of_its_file(tmp_path, capsys):
     """Every value, also one that is the usual default and not the recipe's."""
     run = tmp_path / "run"
     run.mkdir()
@@ -31,7 +31,13 @@ def test_a_resumed_run_has_the_flags_of_its_file(tmp_path):
     config = Config(**schedules.recipe_defaults(dict(model="tiny", optimizer="muon")) | own)
     flag_file.write(run / "flags.yaml", chosen_flags(config), Config)
     assert flag_file.read(run / "flags.yaml", Config) == dict(model="tiny", optimizer="muon") | own
+    assert defaults(dict(resume=str(run))) == config and not capsys.readouterr().out
+    with open(run / "flags.yaml", "a") as file:
+        file.write("rungs: all\nmax_bad_steps: 10\n")  # of an older version
     assert defaults(dict(resume=str(run))) == config
+    assert capsys.readouterr().out == f"{run}/flags.yaml has flags that no longer exist: max_bad_steps, rungs\n"
+    with pytest.raises(UserError, match="flags.yaml: --rungs: there is no such flag"):
+        defaults(dict(config=str(run / "flags.yaml")))
 
 
 def test_a_newline_in_a_flag_makes_no_line(tmp_path):
