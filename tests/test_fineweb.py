@@ -108,6 +108,20 @@ def test_odd_documents(command, tmp_path):
     assert all(digest(tmp_path / "odd" / entry["name"]) == entry["sha256"] for entry in entries)
 
 
+def test_a_folder(call_main, tmp_path):
+    """Its files of known formats, also in folders below; what a person should know of them is counted."""
+    (tmp_path / "books" / "old").mkdir(parents=True)
+    (tmp_path / "books" / "a.TXT").write_bytes(b"caf\xe9 " * 3)
+    (tmp_path / "books" / "cover.png").write_bytes(b"\x89PNG")
+    (tmp_path / "books" / "old" / "b.md").write_text("old " * 60)
+    (tmp_path / "books" / "old" / "c.jsonl").write_text('{"text": null}\n' * 5)
+    done = call_main("fineweb.py", "--input", "books", "--shard_size", 50)
+    assert done.returncode == 0, done.stderr
+    assert "5 documents have no text, first in books/old/c.jsonl" in done.stdout
+    assert "3 times bytes that are not UTF-8 became U+FFFD" in done.stdout and "first in books/a.TXT" in done.stdout
+    assert np.array_equal(read_all(tmp_path / "my_data"), plain_tokens(["caf\ufffd " * 3, "old " * 60, *[""] * 5]))
+
+
 def test_missing_and_additional_files(command, documents, tmp_path):
     assert command("fineweb.py", "--input", "docs*", "--out", "d", "--shard_size", 500).returncode == 0
     folder = tmp_path / "d"

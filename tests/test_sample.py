@@ -11,6 +11,7 @@ from test_model import tiny
 import sample as sample_module
 from checkpoints import hugging_face
 from common.errors import UserError
+from data.tokenizer import get_tokenizer
 from sample import draw_token, generate, read_prompt, sample
 
 
@@ -92,8 +93,27 @@ def test_samples_start_with_the_prompt_and_end_with_the_document(monkeypatch):
     assert len(taken) == 3  # until every text has ended
 
 
+def test_end_of_text_in_a_prompt_is_the_token(monkeypatch):
+    """And white space of any length is no error."""
+    started = []
+    monkeypatch.setattr(
+        sample_module,
+        "generate",
+        lambda model, tokens, *_, **__: (started.append(tokens[0].tolist()), [tokens[:, :1]])[1],
+    )
+    encode = get_tokenizer().encode_ordinary
+    for prompt, tokens in (
+        ("", [50256]),
+        ("one<|endoftext|>two", [*encode("one"), 50256, *encode("two")]),
+        ("<|endoftext|>", [50256]),
+        (" " * 1_000_000 + "x", [*encode(" ") * 999_999, *encode(" x")]),
+    ):
+        sample(tiny_gpt2(), prompt, count=1, max_new_tokens=1)
+        assert started.pop() == tokens
+
+
 def test_read_prompt(monkeypatch, tmp_path):
-    (tmp_path / "story.txt").write_text("Once\nupon")
+    (tmp_path / "story.txt").write_text("Once\nupon", encoding="utf-8-sig")
     assert read_prompt(tmp_path / "story.txt") == "Once\nupon"
     monkeypatch.setattr(sys, "stdin", io.StringIO("a time"))
     assert read_prompt("-") == "a time"

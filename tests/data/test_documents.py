@@ -22,6 +22,12 @@ def task_size(request, monkeypatch):
     monkeypatch.setattr(documents, "BYTES_PER_TASK", request.param)
 
 
+@pytest.fixture(autouse=True)
+def no_open_parquet():
+    documents.open_parquet.cache_clear()
+    documents.batches_of.cache_clear()
+
+
 def read(*paths, state=(0, 0)):
     """(state, tokens) of every task from `state` on."""
     tasks = list_tasks(paths, state, LIMIT)
@@ -73,6 +79,75 @@ def test_byte_order_marks(tmp_path):
     (tmp_path / "a.txt").write_text("words", encoding="utf-16")
     with pytest.raises(UserError, match="UTF-16"):
         read(tmp_path / "a.txt")
+
+
+def test_utf16_without_a_mark(tmp_path):
+    for encoding in ("utf-16-le", "utf-16-be"):
+        (tmp_path / "a.txt").write_text("words in English", encoding=encoding)
+        with pytest.raises(UserError, match="a.txt is UTF-16"):
+            read(tmp_path / "a.txt")
+    (tmp_path / "a.txt").write_bytes(b"words" + bytes(9))  # zeros are no sign of UTF-16
+    assert np.array_equal(join(read(tmp_path / "a.txt")), tokenize(["words" + "\0" * 9]))
+
+
+@pytest.mark.parametrize("name", ["a.TXT", "a.md", "A.Txt.GZ", "a.JSONL", "a.json", "a.json.zst", "a::b.parquet"])
+def test_names_of_files(tmp_path, name):
+    if ".parquet" in name:
+        pq.write_table(pa.table(dict(text=["words"])), tmp_path / name)
+    else:
+        content = b'{"text": "words"}' if "json" in name.lower() else b"words"
+        (tmp_path / name).write_bytes(gzip.compress(content) if "GZ" in name else content)
+        if "zst" in name:
+            write(tmp_path / name, content)
+    assert np.array_equal(join(read(tmp_path / name)), tokenize(["words"]))
+
+
+@pytest.mark.parametrize(
+    "kind", [pa.string(), pa.large_string(), pa.string_view(), pa.dictionary(pa.int32(), pa.string())]
+)
+def test_types_of_parquet_columns(tmp_path, kind):
+    pq.write_table(pa.table(dict(text=pa.array(["one", None, "two", "one"]).cast(kind))), tmp_path / "a.parquet")
+    assert np.array_equal(join(read(tmp_path / "a.parquet")), tokenize(["one", "", "two", "one"]))
+
+
+def test_documents_without_text_and_other_encodings_are_counted(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"text": null}\n{"text": "one"}\n{"text": ""}')
+    (tmp_path / "b.txt").write_bytes("caf\xe9, na\xefve".encode("latin-1") + " \ufffd".encode())
+    column = pa.array([b"\xff", None, b"two"], pa.binary()).view(pa.string())
+    pq.write_table(pa.table(dict(text=column)), tmp_path / "c.parquet")
+    results = [function(*rest) for _, function, *rest in list_tasks(sorted(tmp_path.iterdir()), (0, 0), LIMIT)]
+    assert [(own[documents.EMPTY], own[documents.NOT_UTF8]) for _, own in results] == [(2, 0), (0, 2), (1, 1)]
+    expected = ["", "one", "", "caf\ufffd, na\ufffdve \ufffd", "\ufffd", "", "two"]
+    assert np.array_equal(np.concatenate([tokens for tokens, _ in results]), tokenize(expected))
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.txt.gz", "a.jsonl.zst", "a.parquet"])
+@pytest.mark.parametrize("too_long", [False, True])
+def test_the_largest_document(tmp_path, name, too_long):
+    """Of a file of text, the largest part that cannot be cut."""
+    path, limit = tmp_path / name, 2**21
+    texts = ["fine", "a" * (limit + 1 if too_long else limit - 100), "fine"]
+    if name == "a.parquet":
+        pq.write_table(pa.table(dict(text=texts)), path)
+    else:
+        lines = texts if "txt" in name else [json.dumps(dict(text=text)) for text in texts]
+        write(path, "\n".join(lines).encode())
+    tasks = (function(*arguments) for _, function, *arguments in list_tasks([path], (0, 0), limit))
+    if not too_long:
+        assert sum(len(tokens) for tokens, _ in tasks) > limit // 5
+        return
+    where = dict(jsonl="line 2", parquet="row 2 of row group 0").get(name.split(".")[1], "line [12]")
+    with pytest.raises(UserError, match=f"{name}, {where}: a document of more than 2 MB; --max_document_mb"):
+        list(tasks)
+
+
+def test_a_zst_file_with_a_long_window(tmp_path):
+    """Of 256 MB, as zstd --long=28 writes it: Arrow decodes up to 128 MB."""
+    content = b"words"
+    frame = b"\x28\xb5\x2f\xfd" + bytes([0, 18 << 3]) + (len(content) << 3 | 1).to_bytes(3, "little") + content
+    (tmp_path / "a.txt.zst").write_bytes(frame)
+    with pytest.raises(UserError, match="window is above 128 MB: decompress it with zstd -d --long=31 .*a.txt.zst"):
+        read(tmp_path / "a.txt.zst")
 
 
 def test_a_text_without_separator_is_one_document(tmp_path, task_size):
