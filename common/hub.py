@@ -54,8 +54,8 @@ def answered():
         yield
     except (OSError, ValueError, HTTPError) as error:
         chain = [error]
-        while chain[-1].__context__:
-            chain.append(chain[-1].__context__)
+        while inner := chain[-1].__cause__ or chain[-1].__context__:
+            chain.append(inner)
         raise OSError(first_line(next((each for each in chain if isinstance(each, HTTPError)), error))) from error
 
 
