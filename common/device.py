@@ -57,13 +57,13 @@ def unusable_folder(variable, default):
 
 
 @functools.cache
-def missing_package(module, install="-r requirements.txt"):
-    """Why a module cannot be imported, in words, or None. install: what pip installs it from."""
+def missing_package(module):
+    """Why a module cannot be imported, in words, or None."""
     package = module.partition(".")[0]
     try:
         importlib.import_module(module)
     except ImportError as error:
-        return f"{package} cannot be imported ({first_line(error)}): pip install {install}"
+        return f"{package} cannot be imported ({first_line(error)}): pip install -r requirements.txt"
     except Exception as error:  # releases that do not fit each other, a library or a folder that is not there
         return f"{package} cannot be used ({first_line(error)})"
 
