@@ -32,7 +32,7 @@ from model import GPT
 from optim.optimizer import make_optimizer, update_if_finite
 from optim.schedules import accumulation_steps, set_learning_rates
 from optimizations import plan_switches, saved_operators
-from parallel import activation_checkpointing, gradients, memory, pipeline, place, process_group
+from parallel import activation_checkpointing, gradients, memory, place, process_group
 from watch import plan
 from watch.hardware import flops_per_token
 from watch.ranks import RankMonitor, watched
@@ -101,7 +101,7 @@ def build(config, distributed, weights=None, sizes=None):
 
         tokens = config.micro_batch_size * config.seq_len // config.context
         fp8.convert(model, optimizer, targets=accumulation_steps(0, config, distributed.data_size) * tokens)
-    micro_batches = pipeline.accumulate if config.pipeline > 1 else accumulate
+    micro_batches = model.accumulate if config.pipeline > 1 else accumulate
     monitor = RankMonitor(model, train_forward, config, distributed)
     return Trainer(
         config, distributed, model, forward, train_forward, micro_batches, autocast, optimizer, scaler, monitor
@@ -182,7 +182,7 @@ def train(flags, distributed, typed):
     """Train as a Config says. typed: the flags on the command line; one that is unavailable here is an error."""
     start = resume.find_start(flags, distributed)
     config, notes = resolve(flags, distributed, memory.free_memory(distributed), start, typed)
-    notes += resume.changed_flags(start, config, distributed.world_size)
+    notes += resume.changed_flags(start, config)
     train_stream, val_stream, data = open_streams(config, distributed)
     resume.check_data(start, config, data)
     hellaswag = choice_in_training(config)

@@ -77,14 +77,10 @@ class Checkpointer:
         """Wait until the checkpoint under way is on disk. If that fails, print why; training continues."""
         if not self._writing:
             return
-        writing, self._writing = self._writing, None
-        try:
-            writing.result()
-            self._failed = False
-        except (OSError, SafetensorError) as error:
-            self._failed = True
-            if self.distributed.is_main:
-                print(f"the checkpoint was not written ({error}); {self.newest()}")
+        error, self._writing = self._writing.result(), None
+        self._failed = error is not None
+        if error and self.distributed.is_main:
+            print(f"the checkpoint was not written ({error}); {self.newest()}")
 
     def finish(self, step, bad_steps):
         """Wait until everything is on disk, on all ranks. bad_steps: how many steps in a row were not finite.
@@ -135,27 +131,27 @@ class Checkpointer:
     # ---- in the thread
 
     def _write(self, step, tensors, training, retry=True):
-        """Write a checkpoint. If the disk is full, an older checkpoint makes room, and all ranks write once more."""
-        folder = self.folder / f"checkpoint_{step:06d}"
-        error = None
+        """Write a checkpoint. If the disk is full, an older checkpoint makes room, and all ranks write once more.
+
+        Returns None or the error, as text: the exception's traceback would keep the snapshot in memory.
+        """
+        folder, main = self.folder / f"checkpoint_{step:06d}", self.distributed.is_main
+        error, full = None, False
         try:
             write(folder, self.model, tensors, training, self.group)
         except (OSError, SafetensorError) as raised:
-            error = raised
-            if self.distributed.is_main:
+            error, full = str(raised), is_disk_full(raised)
+            if main:
                 shutil.rmtree(folder.with_name(folder.name + ".unfinished"), ignore_errors=True)
-        again = [False]
-        if error and retry and self.distributed.is_main and is_disk_full(error):
-            again = [self._make_room()]
+        again = [retry and full and main and self._make_room()]
         if self.group:
             dist.broadcast_object_list(again, group=self.group)  # from rank 0, which has the errors of all ranks
         if again[0]:
             return self._write(step, tensors, training, retry=False)
-        if error:
-            raise error
-        if self.distributed.is_main:
+        if main and not error:
             print_over_bar(f"step {step:5d}/{self.config.max_steps} | checkpoint {folder}")
             self._prune()
+        return error
 
     def _prune(self):
         """Remove all checkpoints but the newest keep_checkpoints, the newest whose next step was finite, and the one

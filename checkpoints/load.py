@@ -7,6 +7,7 @@ import contextlib
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from checkpoints import pieces
@@ -14,7 +15,7 @@ from checkpoints.hugging_face import WEIGHTS, fill_weights, read_config, stored_
 from checkpoints.run_folder import TRAINING, checkpoints_of, facts_of
 from common.cli import progress
 from common.device import fill
-from common.errors import UserError, first_line, is_out_of_memory
+from common.errors import UserError, first_line
 from common.files import digest, json_digest, read_json
 from data.tokenizer import VOCAB_SIZE
 from model import GPT, GPTConfig
@@ -169,7 +170,5 @@ def explained(name, expected=MODELS):
     """Turns errors of reading a model or a checkpoint into a UserError, which asks for what is expected."""
     try:
         yield
-    except Exception as error:  # the hub's library has its own, and malformed files raise any
-        if isinstance(error, UserError) or is_out_of_memory(error):
-            raise
+    except (OSError, ValueError, SafetensorError) as error:
         raise UserError(f"cannot load {name} ({type(error).__name__}: {first_line(error)}); give {expected}") from error

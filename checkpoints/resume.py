@@ -1,11 +1,12 @@
 """Where a run starts: the checkpoint that --resume means, and restoring everything but the weights from it."""
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
 from checkpoints import load, pieces
-from checkpoints.run_folder import TRAINING, facts_of, folder_of, lock, named_run, run_of, run_of_this_launch
-from checkpoints.save import modules_with_scales, set_random_state
+from checkpoints.run_folder import TRAINING, checkpoints_of, facts_of, folder_of, lock, run_of
+from checkpoints.save import modules_with_scales
 from common.cli import flags_with, from_here
 from common.device import fill
 from common.errors import Note, UserError, word
@@ -41,7 +42,7 @@ def find_start(config, distributed):
     Raises UserError for a path without a checkpoint, if all checkpoints are damaged, or if another process writes the
     run.
     """
-    weights = resumed = find_checkpoint(config, distributed)  # which is verified
+    weights = resumed = find_checkpoint(config, distributed)
     if not resumed and config.init_from != "scratch":
         weights = distributed.broadcast(distributed.on_main(lambda: load.locate(config.init_from)))
         distributed.on_main(lambda: load.verify_weights(weights))
@@ -50,39 +51,30 @@ def find_start(config, distributed):
 
 
 def find_checkpoint(config, distributed):
-    if config.run_name is None and config.resume not in ("auto", "never"):
-        config.log_dir = str(from_here(named_run(config.resume).absolute().parent))
-    config.run_name, continues = distributed.broadcast(distributed.on_main(lambda: existing_run(config)))
-    if continues and (found := load.newest(Path(config.log_dir) / config.run_name, distributed)):
-        return found
-    if config.resume in ("auto", "never"):
-        return None
-    path = Path(config.resume)
-    if (path / TRAINING).is_file():
+    """The checkpoint, verified, that a run continues from, or None; the rest is as of find_start."""
+    path = None if config.resume in ("auto", "never") else Path(config.resume)
+    if path and not (path / TRAINING).is_file() and not checkpoints_of(path):
+        raise UserError(f"--resume {path}: there is no checkpoint; give auto, never, or the folder of a run")
+    if path and config.run_name is None:
+        run = run_of(path).absolute()
+        config.log_dir, config.run_name = str(from_here(run.parent)), run.name
+    if distributed.broadcast(distributed.on_main(lambda: continues(config))):
+        if found := load.newest(Path(config.log_dir) / config.run_name, distributed):
+            return found
+    if path and (path / TRAINING).is_file():
         distributed.on_main(lambda: load.verify(path))
-        found = path
-    else:
-        found = load.newest(path, distributed)
-        if found is None:
-            raise UserError(
-                f"--resume {config.resume!r}: there is no checkpoint; give auto, never, or the folder of a run"
-            )
+        return path
+    return path and load.newest(path, distributed)
+
+
+def continues(config):
+    """Whether a run continues from its own newest checkpoint: with --resume auto, and if a command that began a branch
+    (--resume, another --run_name) is repeated. Raises UserError if another process writes the run."""
     if config.run_name is None:
-        config.run_name = run_of(found).name
-    return found
-
-
-def existing_run(config):
-    """(the run's name or None, whether it continues from its own newest checkpoint).
-
-    A run continues with --resume auto, after torchrun restarted its processes, and when a command that began a
-    branch (--resume, another --run_name) is repeated. Raises UserError if another process writes it.
-    """
-    restarted = run_of_this_launch(config.log_dir)
-    name = restarted if config.run_name is None else config.run_name
-    if name is None:
-        return None, False
-    folder = folder_of(config.log_dir, name)
+        if os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0":
+            raise UserError("torchrun --max-restarts needs --run_name: a restart continues the run of that name")
+        return False
+    folder = folder_of(config.log_dir, config.run_name)
     try:
         if folder.exists():
             lock(folder).close()
@@ -90,23 +82,16 @@ def existing_run(config):
         raise UserError(
             f"cannot write the run's folder {folder}: {error.strerror}; choose another --log_dir"
         ) from error
-    branch = config.resume not in ("auto", "never") and named_run(config.resume).resolve() != folder.resolve()
-    repeated = branch and facts_of(folder).get("resume") == config.resume
-    return name, config.resume == "auto" or name == restarted or repeated
+    return config.resume == "auto" or (config.resume != "never" and facts_of(folder).get("resume") == config.resume)
 
 
-def changed_flags(start, config, world_size):
-    """Notes about the flags that change a run's results and whose value differs from the checkpoint's.
-
-    With batch_warmup_steps the batch grows from micro_batch_size and the number of ranks, so these count as well.
-    """
+def changed_flags(start, config):
+    """Notes about the flags that change a run's results and whose value differs from the checkpoint's."""
     if not start.resumed:
         return []
-    flags = flags_with(type(config), report=True)
-    if config.batch_warmup_steps:
-        flags |= {"micro_batch_size", "world_size", "tensor", "context"}
-    before, now = start.training["run"], vars(config) | dict(world_size=world_size)
-    changed = [name for name in now if name in flags and name in before and before[name] != now[name]]
+    before, now = start.training["run"], vars(config)
+    names = flags_with(type(config), report=True) & before.keys()
+    changed = [name for name in now if name in names and before[name] != now[name]]
     notes = [Note(name, now[name], f"the checkpoint was made with {word(before[name])}") for name in changed]
     if start.step >= config.max_steps:
         notes.append(Note("max_steps", config.max_steps, "the checkpoint has reached it; raise it to continue"))
@@ -140,24 +125,20 @@ def initialize(model, name):
 
 
 def restore(start, model, optimizer, scaler, loader, distributed):
-    """Restore everything but the weights: optimizer state, loader position, loss scale, random states, fp8 scales.
+    """Restore everything but the weights: optimizer state, loader position, loss scale, fp8 scales.
 
     fp8 scales stay as they are if the checkpoint has none, or those of other modules. Raises UserError for data in
     another order, or the state of another model or optimizer.
     """
     loader.restore(start.training["loader"])
-    state = named_state(model, optimizer)
-    rank = distributed.rank
-    optional = [f"random.{rank}", f"scales.{rank}", "scales.0"]
+    state, names = named_state(model, optimizer), [f"scales.{distributed.rank}", "scales.0"]
     files = [name for name in start.training["sha256"] if name.endswith(".safetensors")]
     with load.explained(start.resumed, expected="another checkpoint"):
         if start.training["scaler"] and scaler.is_enabled():
             scaler.load_state_dict(start.training["scaler"])
-        found = pieces.load(start.resumed, files, state, optional)
-        order_by_rank(state.items())
-        if f"random.{rank}" in found:
-            set_random_state(found[f"random.{rank}"], distributed.device)
-    scales, modules = found.get(f"scales.{rank}", found.get("scales.0")), modules_with_scales(model)
+        found = pieces.load(start.resumed, files, state, optional=names)
+    order_by_rank(state.items())
+    scales, modules = next((found[name] for name in names if name in found), None), modules_with_scales(model)
     lengths = [len(module.scales) for module in modules]
     if scales is not None and scales.shape == (sum(lengths),):
         for module, own in zip(modules, scales.split(lengths)):

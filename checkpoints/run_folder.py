@@ -1,7 +1,5 @@
 """A run's folder: its name, its lock, its config.json, and the names of its checkpoints."""
 
-import contextlib
-import os
 import shutil
 import time
 from pathlib import Path
@@ -26,19 +24,13 @@ def folder_of(log_dir, run_name):
 def make_folder(log_dir, run_name, kind):
     """Make a run's folder, if it is missing. A run without a name gets a new folder: KIND-DATE-TIME, or that with .1,
     .2, ... if another run has it. Raises UserError."""
+    unnamed = unused_name(Path(log_dir) / f"{kind}-{time.strftime('%Y%m%d-%H%M%S')}")
+    folder = unnamed if run_name is None else folder_of(log_dir, run_name)
     try:
-        if run_name is not None:
-            folder = folder_of(log_dir, run_name)
-            folder.mkdir(parents=True, exist_ok=True)
-            return folder
-        Path(log_dir).mkdir(parents=True, exist_ok=True)
-        path = Path(log_dir) / f"{kind}-{time.strftime('%Y%m%d-%H%M%S')}"
-        while True:
-            with contextlib.suppress(FileExistsError):  # another process was faster
-                (folder := unused_name(path)).mkdir()
-                return folder
+        folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"cannot make {error.filename}: {error.strerror}; choose another --log_dir") from error
+    return folder
 
 
 def lock(folder):
@@ -60,48 +52,23 @@ def facts_of(folder):
 def flags_file_of(flags):
     """The flags.yaml of the run that --resume PATH names, or None.
 
-    flags: a command line, {flag: text}. If this command has begun a branch before, it is the branch's flags.yaml.
+    flags: a command line, {flag: value}. If this command has begun a branch before, it is the branch's flags.yaml.
     """
-    resume, name = flags.get("resume"), flags.get("run_name")
-    if not isinstance(resume, str) or resume in ("auto", "never"):
+    resume = flags.get("resume", "auto")
+    if resume in ("auto", "never"):
         return None
-    run = named_run(resume)
-    branch = Path(str(flags.get("log_dir", run.parent)), name) if isinstance(name, str) else None
-    if branch and facts_of(branch).get("resume") == resume:
+    run = run_of(resume)
+    branch = Path(flags.get("log_dir", run.parent), flags.get("run_name") or "")
+    if facts_of(branch).get("resume") == resume:
         run = branch
     return run / FLAGS if "finished" in facts_of(run) else None
 
 
-def named_run(resume):
-    """The folder of the run that --resume PATH names: PATH, or that of the checkpoint PATH."""
-    path = Path(resume)
-    return path if "finished" in facts_of(path) else run_of(path)
-
-
-def launch_id():
-    """An identifier that all restarts of one torchrun launch share, or None without torchrun."""
-    if "TORCHELASTIC_RUN_ID" not in os.environ:
-        return None
-    try:
-        started = Path(f"/proc/{os.getppid()}/stat").read_text().rpartition(")")[2].split()[19]  # starttime, proc(5)
-    except OSError:
-        started = ""  # not Linux
-    return f"{os.environ['TORCHELASTIC_RUN_ID']}-{os.getppid()}-{started}"
-
-
-def run_of_this_launch(log_dir):
-    """The name of the run that this torchrun launch began before it restarted its processes, or None."""
-    own = launch_id()
-    if own is None:
-        return None
-    folders = [path.parent for path in Path(log_dir).glob("*/config.json")]
-    return next((folder.name for folder in folders if facts_of(folder).get("launch") == own), None)
-
-
-def run_of(checkpoint):
-    """The folder of a checkpoint's run. `checkpoint` may be a symlink in that folder, or one to a checkpoint there."""
-    folders = [checkpoint.absolute().parent, checkpoint.resolve().parent]
-    return next((folder for folder in folders if "finished" in facts_of(folder)), folders[0])
+def run_of(path):
+    """The folder of a run, given that folder or one of its checkpoints, which may be a symlink there or to it."""
+    path = Path(path)
+    folders = [path, path.absolute().parent, path.resolve().parent]
+    return next((folder for folder in folders if "finished" in facts_of(folder)), folders[1])
 
 
 def checkpoints_of(folder):

@@ -1,8 +1,8 @@
 """Writing a checkpoint: a Hugging Face folder (config.json, model.safetensors, the tokenizer) that also holds
-optimizer.safetensors (optimizer state, fp8 scales, random states) and training.json (everything else).
+optimizer.safetensors (optimizer state, fp8 scales) and training.json (everything else).
 
 A sharded model writes shard-*.safetensors in place of both .safetensors files; export.py merges the model's.
-A checkpoint appears atomically: it is written under another name, flushed to disk, read back, compared, and renamed.
+A checkpoint appears atomically: it is written under another name, flushed to disk and renamed.
 """
 
 import json
@@ -14,7 +14,7 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 
 from checkpoints import hugging_face, pieces
-from checkpoints.hugging_face import WEIGHTS, host_weights, stored_layout, to_host
+from checkpoints.hugging_face import host_weights, stored_layout, to_host
 from checkpoints.run_folder import STATE, TRAINING
 from common.files import digest, flush_to_disk, json_digest
 from data.tokenizer import save_tokenizer
@@ -34,33 +34,17 @@ def snapshot(model, optimizer, distributed):
             copies[name] = to_host(stored_layout(name, in_gpt2_order(name, parameter.detach())))
         for name, state in named_state(model, optimizer).items():
             copies[name] = to_host(in_gpt2_order(name, state))
-        return copies | {f"random.{distributed.rank}": random_state(distributed.device)}
-    random_states = distributed.all_gather(random_state(distributed.device))
-    state = {f"random.{rank}": each for rank, each in enumerate(random_states)}
+        return copies
+    state = {}
     if scaled := modules_with_scales(model):
         scales = torch.cat([module.scales[:, 0] for module in scaled])
-        state |= {f"scales.{rank}": each for rank, each in enumerate(distributed.all_gather(scales))}
+        state = {f"scales.{rank}": each for rank, each in enumerate(distributed.all_gather(scales))}
     if not distributed.is_main:
         return None
     for name, tensor in named_state(model, optimizer).items():
         is_table = name.endswith("wte.weight") and tensor.dim() == 2
         state[name] = tensor[: model.config.vocab_size] if is_table else tensor  # pad_vocab's rows are zeros
     return host_weights(model), {name: to_host(tensor.detach()) for name, tensor in state.items()}
-
-
-def random_state(device):
-    """The states of this process's random generators as bytes: (n,) uint8."""
-    states = [torch.get_rng_state()]
-    if device.type == "cuda":
-        states.append(torch.cuda.get_rng_state(device))
-    return torch.cat(states)
-
-
-def set_random_state(states, device):
-    size = len(torch.get_rng_state())
-    torch.set_rng_state(states[:size])
-    if device.type == "cuda" and len(states) > size:
-        torch.cuda.set_rng_state(states[size:], device)
 
 
 def modules_with_scales(model):
@@ -92,8 +76,6 @@ def write(folder, model, tensors, training, group=None):
         hugging_face.write(model, unfinished, weights)
         save_file(state, unfinished / STATE)
         (unfinished / STATE).chmod(0o644)  # safetensors makes it readable to its owner alone
-        for name, written in ((WEIGHTS, weights), (STATE, state)):
-            pieces.check_written(unfinished / name, written)
     save_tokenizer(unfinished, model.config.seq_len)
     hashes |= {path.name: digest(path) for path in sorted(unfinished.iterdir()) if path.name not in hashes}
     training = training | dict(sha256=hashes)

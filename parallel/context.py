@@ -13,12 +13,10 @@ al. 2023, "DeepSpeed Ulysses"; the a2a of Megatron-LM's --cp-comm-type):
 Attention sees whole sequences with fewer heads. So every kernel and every mask computes it unchanged, and causal
 attention is the same work on every rank.
 
-The alternatives keep all heads and give each rank two chunks of the queries, one early and one late, which balances
-causal work: ring attention (Liu et al. 2023) and all-gathered keys and values (Llama 3, arXiv 2407.21783, section
-3.3.2). They allow more ranks than heads. But GPT-2 has as many heads of keys and values as of queries: a rank would
-receive 2C numbers for every token of the other ranks, where the all-to-alls bring 4C/N, and all-gathered keys and
-values would fill (B, T, 2C) on every rank in each layer. PyTorch's experimental context_parallel, a ring, has no CPU
-kernels and no masks, and replaces F.scaled_dot_product_attention itself.
+The alternatives, ring attention (Liu et al. 2023) and all-gathered keys and values (Llama 3, arXiv 2407.21783, section
+3.3.2), allow more ranks than heads. But GPT-2 has as many heads of keys and values as of queries: a rank would receive
+2C numbers for every token of the other ranks, where the all-to-alls bring 4C/N. PyTorch's experimental
+context_parallel, a ring, has no CPU kernels and no masks.
 
 Each rank's loss is the mean over its own tokens. Gradients are averaged over these ranks too, by DDP or FSDP, as over
 ranks with other sequences: the mean over all tokens. Without gradients (validation, HellaSwag, samples) nothing is

@@ -43,15 +43,10 @@ def check_flags(config, distributed, notes):
         config.bf16_residual = True
         notes.append(Note("bf16_residual", True, f"{mode} gathers the embeddings in bf16"))
     ranks, shards = distributed.data_context_size, shard_group_size(config, distributed)
-    if config.parallel == "hsdp":
-        if ranks % shards:
-            raise UserError(f"--parallel hsdp: the {shards} ranks of a machine do not divide {ranks}: use zero3")
-        if ranks == shards > 1:
-            notes.append(Note("parallel", "hsdp", "all ranks share one copy, which is zero3"))
-        if shards == 1 < ranks:
-            notes.append(Note("parallel", "hsdp", "each rank holds a whole copy, which is ddp"))
-    if config.parallel != "ddp" and ranks == 1:
-        notes.append(Note("parallel", config.parallel, "the split leaves one rank to shard over: nothing is sharded"))
+    if ranks % shards:
+        raise UserError(f"--parallel hsdp: the {shards} ranks of a machine do not divide {ranks}: use zero3")
+    if config.parallel != "ddp" and shards == 1:
+        notes.append(Note("parallel", config.parallel, "a shard group has one rank: nothing is sharded"))
 
 
 def check_accumulation(config, distributed):

@@ -37,14 +37,9 @@ def check_flags(config, distributed):
         return
     must_divide("pipeline", size, distributed.world_size // config.tensor, "ranks, or groups of --tensor ranks")
     if size > config.n_layer + 1:
-        raise UserError(
-            f"--pipeline {size}: {config.n_layer} blocks and the head fill {config.n_layer + 1} stages at most"
-        )
+        raise UserError(f"--pipeline {size}: {config.n_layer} blocks and the head fill {config.n_layer + 1} stages")
     if config.parallel in ("zero3", "hsdp"):
-        raise UserError(
-            f"--pipeline keeps a stage's weights gathered during a step, so --parallel {config.parallel} saves "
-            "nothing: use zero2"
-        )
+        raise UserError(f"--pipeline keeps weights gathered, so --parallel {config.parallel} saves nothing: use zero2")
     for flag in ("context", "batch_warmup_steps"):
         if getattr(config, flag) > 1:
             raise UserError(f"--pipeline excludes --{flag}: leave one of the two out")
@@ -54,10 +49,8 @@ def check_micro_batches(config, distributed):
     """Raises UserError if a step has too few micro-batches for --pipeline's schedule."""
     size, micro_steps = config.pipeline, accumulation_steps(0, config, distributed.data_size)
     if micro_steps < size:
-        raise UserError(
-            f"--pipeline {size} needs {size} micro-batches or more in a step, and there are {micro_steps}: use a "
-            "smaller --micro_batch_size or a larger --total_batch_size"
-        )
+        more = "use a smaller --micro_batch_size or a larger --total_batch_size"
+        raise UserError(f"--pipeline {size} needs {size} micro-batches or more in a step, not {micro_steps}: {more}")
 
 
 def blocks_of_stages(config, vocab_size=VOCAB_SIZE):
@@ -133,15 +126,12 @@ class Stage(nn.Module):
 class Pipeline(GPT):
     """A GPT whose blocks are divided into stages. This rank has the parameters of its own stage, by GPT-2's names."""
 
-    def __init__(self, model, flags, distributed, autocast):
-        """model: a GPT on the device "meta". flags: a resolved Config. autocast: the context of every forward."""
+    def __init__(self, model, flags, distributed, autocast, mesh):
+        """model: a GPT on the device "meta". flags: a resolved Config. autocast: the context of every forward.
+        mesh: has one dimension, the ranks of one pipeline. A collective."""
         nn.Module.__init__(self)
         self.config, self.transformer, self.params_of_all_stages = model.config, model.transformer, model.num_params()
-        self.flags, self.distributed, self.autocast = flags, distributed, autocast
-        self.schedule = None
-
-    def form_stage(self, mesh):
-        """Keep this rank's stage, and return it. mesh: has one dimension, the ranks of one pipeline. A collective."""
+        self.flags, self.distributed, self.autocast, self.schedule = flags, distributed, autocast, None
         self.group, self.rank, self.size = mesh.get_group(), mesh.get_local_rank(), mesh.size()
         ends = list(itertools.accumulate(blocks_of_stages(self.flags, self.config.vocab_size), initial=0))
         parts, layers = self.transformer, range(ends[self.rank], ends[self.rank + 1])
@@ -157,7 +147,6 @@ class Pipeline(GPT):
         self.table_group, _ = dist.new_subgroups_by_enumeration(ranks.T.tolist())
         # a group's first collective must include all its ranks, and a send has only two of them (P2POp's docs)
         dist.all_reduce(torch.zeros((), device=self.distributed.device), group=self.group)
-        return self.stage
 
     def num_params(self):
         """As GPT's: of all stages."""
@@ -169,22 +158,18 @@ class Pipeline(GPT):
             whole = GPT(self.config)
         own = dict(self.named_parameters())
         targets = {parameter: own.get(name) for name, parameter in whole.named_parameters()}
-
-        def fill_own(parameter, weight):
-            if targets[parameter] is not None:
-                fill(targets[parameter], weight)
-
-        whole.init_weights(fill_own)
+        whole.init_weights(lambda parameter, weight: targets[parameter] is None or fill(targets[parameter], weight))
 
     # ---- training
 
-    def accumulate(self, batches):
-        """Forward and backward of a step's micro-batches, a list of Batch: gradients accumulate. A collective.
+    def accumulate(self, trainer, next_batch, micro_steps, stop):
+        """As train_gpt2.accumulate, for a schedule that overlaps the micro-batches on the stages. A collective.
 
         Returns N times their mean loss on the last stage, 0 on the others, so that the mean over the ranks is the mean
         loss: () float32.
         """
-        self.schedule = self.schedule or self.make_schedule(len(batches))
+        batches = [next_batch() for _ in range(micro_steps)]
+        self.schedule = self.schedule or self.make_schedule(micro_steps)
         self.stage.micro_batches = iter(batches)  # the schedule passes x alone, and the stage takes them in order
         inputs = torch.cat([batch.inputs for batch in batches])  # (M·B, T)
         targets = torch.cat([batch.targets for batch in batches])
@@ -206,15 +191,9 @@ class Pipeline(GPT):
             idx = torch.empty(flags.micro_batch_size, flags.seq_len, dtype=torch.long)
             x = torch.empty(flags.micro_batch_size, T, self.config.n_embd, dtype=self.dtype, requires_grad=True)
             loss = torch.empty((), requires_grad=True)
-        stage = PipelineStage(
-            self.stage,
-            self.rank,
-            self.size,
-            self.distributed.device,
-            input_args=idx if self.has_embedding else x,
-            output_args=loss if self.has_head else x,
-            group=self.group,
-        )
+        examples = dict(input_args=idx if self.has_embedding else x, output_args=loss if self.has_head else x)
+        device = self.distributed.device
+        stage = PipelineStage(self.stage, self.rank, self.size, device, **examples, group=self.group)
         return Schedule1F1B(stage, micro_steps, loss_fn=lambda loss, _: loss / micro_steps, scale_grads=False)
 
     @property
@@ -245,8 +224,3 @@ class Pipeline(GPT):
         logits = x.float().contiguous() if self.has_head else x.new_empty(*rows, self.config.vocab_size).float()
         dist.broadcast(logits, group=self.group, group_src=self.size - 1)
         return logits
-
-
-def accumulate(trainer, next_batch, micro_steps, stop):
-    """As train_gpt2.accumulate: a schedule overlaps the forwards and backwards of the stages."""
-    return trainer.model.accumulate([next_batch() for _ in range(micro_steps)])

@@ -50,11 +50,10 @@ def place(model, config, distributed, autocast):
         # pipeline: each rank has some blocks
         root, blocks = model, model.transformer.h
         if config.pipeline > 1:
-            model = pipeline.Pipeline(model, config, distributed, autocast)
-            root = model.form_stage(mesh["pipeline"])
-            blocks = root.blocks
+            model = pipeline.Pipeline(model, config, distributed, autocast, mesh["pipeline"])
+            root, blocks = model.stage, model.stage.blocks
         if config.tensor > 1:
-            tensor.gather_output(root)
+            tensor.return_full_tensors(root)
         # zero2, zero3, hsdp: each rank has a shard of every parameter
         fsdp.shard(root, list(blocks), config, mesh["replicate", "shard"] if shards < ranks else mesh["shard"])
         root.to_empty(device=distributed.device)

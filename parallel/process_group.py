@@ -171,8 +171,6 @@ def launched():
     try:
         rank, world_size, local_rank = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
         ranks_of_machine = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-        if not (0 <= local_rank <= rank < world_size and ranks_of_machine > 0):
-            raise ValueError(f"rank {rank} and local rank {local_rank} of {world_size}")
     except (KeyError, ValueError) as error:
         raise UserError(
             f"RANK, WORLD_SIZE or LOCAL_RANK is missing or wrong ({first_line(error)}): start with torchrun, or "
@@ -224,10 +222,8 @@ def start(device_type, tensor=1, context=1, pipeline=1):
         )
     except (ValueError, dist.DistError) as error:  # ValueError: MASTER_ADDR or MASTER_PORT is not set
         raise UserError(f"the ranks do not meet ({first_line(error)}): start all of them, with torchrun") from error
-    # numbers below 1 are refused with the other flags
-    sizes = (tensor, context, pipeline) if min(tensor, context, pipeline) > 0 else (1, 1, 1)
     fewest = Distributed(rank, world_size, device).minimum(ranks_of_machine)
-    return Distributed(rank, world_size, device, *sizes, int(fewest))
+    return Distributed(rank, world_size, device, tensor, context, pipeline, int(fewest))
 
 
 def stop():

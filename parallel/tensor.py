@@ -83,31 +83,30 @@ def split(model, mesh, seq_len):
         """The residual stream's layout: split along the sequence in training, whole in evaluations."""
         return Shard(1) if divides and torch.is_grad_enabled() else Replicate()
 
-    def annotate(x, placement):
-        return DTensor.from_local(x, mesh, [placement], run_check=False)
+    def enter(placement):
+        """A hook that makes a module's only input a DTensor; placement(): how it lies on the ranks."""
+        return lambda module, inputs, mesh: DTensor.from_local(*inputs, mesh, [placement()], run_check=False)
 
-    def stream(x):
-        return annotate(x, residual())
+    def enter_positions(module, inputs, mesh):
+        position = enter(Replicate)(module, inputs, mesh)
+        return position.redistribute(placements=[Shard(0) if residual().is_shard() else Replicate()])
 
     def gather(x):
         if torch.is_autocast_enabled(x.device.type):
             x = x.to(torch.get_autocast_dtype(x.device.type))  # LayerNorm's output is float32: half the bytes to send
         return x.redistribute(placements=[Replicate()])
 
-    def scatter(x):
-        return x.redistribute(placements=[residual()]).to_local()
+    def gather_input(module, inputs, mesh):
+        return gather(*inputs)
 
-    def columns(x):
-        return annotate(x, Shard(-1))
+    def gather_output(module, output, mesh):
+        return gather(output)
 
-    def tokens(idx):
-        return annotate(idx, Replicate())
+    def scatter(module, output, mesh):
+        return output.redistribute(placements=[residual()]).to_local()
 
-    def positions(position):
-        return tokens(position).redistribute(placements=[Shard(0) if residual().is_shard() else Replicate()])
-
-    def local(x):
-        return x.to_local()
+    def local(module, output, mesh):
+        return output.to_local()
 
     by_rows, by_columns = placed(weight=Shard(0), bias=Shard(0)), placed(weight=Shard(1))
     for block in model.transformer.h:
@@ -115,16 +114,16 @@ def split(model, mesh, seq_len):
             (block.ln_1, block.attn.c_attn, block.attn.c_proj),
             (block.ln_2, block.mlp.c_fc, block.mlp.c_proj),
         ):
-            distribute_module(norm, mesh, None, before(stream))
-            distribute_module(first, mesh, by_rows, before(gather), after(local))
-            distribute_module(second, mesh, by_columns, before(columns), after(scatter))
-    distribute_module(model.transformer.wte, mesh, by_rows, before(tokens), after(scatter))
-    distribute_module(model.transformer.wpe, mesh, None, before(positions), after(local))
+            distribute_module(norm, mesh, None, enter(residual))
+            distribute_module(first, mesh, by_rows, gather_input, local)
+            distribute_module(second, mesh, by_columns, enter(lambda: Shard(-1)), scatter)
+    distribute_module(model.transformer.wte, mesh, by_rows, enter(Replicate), scatter)
+    distribute_module(model.transformer.wpe, mesh, None, enter_positions, local)
     # the head takes a DTensor: its logits are split by columns, and F.cross_entropy computes in parallel
-    distribute_module(model.transformer.ln_f, mesh, None, before(stream), after(gather))
+    distribute_module(model.transformer.ln_f, mesh, None, enter(residual), gather_output)
 
 
-def gather_output(model):
+def return_full_tensors(model):
     """Let a split GPT, or a stage of one, return plain tensors."""
 
     def whole(module, inputs, output):
@@ -132,16 +131,6 @@ def gather_output(model):
         return output.full_tensor().clone() if isinstance(output, DTensor) else output
 
     model.register_forward_hook(whole)
-
-
-def before(layout):
-    """layout(x) as distribute_module's hook on a module's only input."""
-    return lambda module, inputs, mesh: layout(*inputs)
-
-
-def after(layout):
-    """layout(x) as distribute_module's hook on a module's output."""
-    return lambda module, output, mesh: layout(output)
 
 
 def loss(config):

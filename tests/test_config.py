@@ -168,8 +168,7 @@ def test_one_rank_has_nothing_to_share():
     assert (config.parallel, config.bf16_gradients) == ("ddp", False)
     assert "parallel is ddp: there is one rank" in notes and "bf16_gradients is off" in notes
     assert "bf16_gradients is off: it needs NCCL" in resolved(2, bf16_gradients=True, total_batch_size=8192)[1]
-    for ranks, note in ((2, "which is zero3"), (1, "which is ddp")):
-        assert note in resolved(2, parallel="hsdp", machine=ranks, total_batch_size=8192)[1]
+    assert "nothing is sharded" in resolved(2, parallel="hsdp", machine=1, total_batch_size=8192)[1]
 
 
 def test_the_demo_is_small():

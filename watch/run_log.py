@@ -12,7 +12,6 @@ from checkpoints.run_folder import (
     LOCK,
     checkpoints_of,
     facts_of,
-    launch_id,
     lock,
     make_folder,
     run_of,
@@ -59,7 +58,7 @@ class RunLog:
             self._lock = lock(self.folder)
             earlier = self._earlier_facts(resumed)
             self.facts = dict(vars(config), run_name=self.folder.name, world_size=distributed.world_size)
-            self.facts |= environment(device) | dict(launch=launch_id(), finished=False, wandb_id=None)
+            self.facts |= environment(device) | dict(finished=False, wandb_id=None)
             self.facts["dataset"] = dataset_name(config.data_dir)
             if training and earlier:
                 goes_back = set_aside_newer(self.folder, self.first_step)

@@ -9,7 +9,8 @@ from torch._dynamo.testing import CompileCounter
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from checkpoints import load, pieces, resume, save
+from checkpoints import load, resume, save
+from common.device import local
 from common.errors import UserError
 from config import Config
 from model import GPT, GPTConfig
@@ -70,7 +71,6 @@ def test_every_layout_trains_and_resumes_as_one_rank_does(train, train_several, 
     for run in runs[4:]:
         assert_same(run, whole, steps=2)
     assert not (runs[2] / "checkpoint_000002" / "model.safetensors").exists()  # in pieces
-    assert len(list((runs[2] / "checkpoint_000002").glob("shard-00001-*"))) > 2
     samples = [[row["samples"] for row in metrics(run) if "samples" in row] for run in (whole, *runs)]
     assert all(mine == samples[0][-len(mine) :] and mine for mine in samples)
 
@@ -155,7 +155,7 @@ def test_training_goes_on_while_a_snapshot_is_written(group, layout):
         optimizer.step()
         tensors = save.snapshot(model, optimizer, ALONE)
         shards = tensors if layout == "zero3" else tensors[0] | tensors[1]
-        snapshots.append({name: pieces.local(shard) for name, shard in shards.items()})
+        snapshots.append({name: local(shard) for name, shard in shards.items()})
         if len(snapshots) == 1:
             before = {name: piece.clone() for name, piece in snapshots[0].items()}
     for name, piece in before.items():

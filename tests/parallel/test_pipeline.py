@@ -74,7 +74,7 @@ assert torch.equal(*tables)
 
 # the gradient of one stage is not finite: no stage changes its weights
 before = {name: full(weight).clone() for name, weight in own.items()}
-stages.model.accumulate(batches)
+stages.model.accumulate(stages, iter(batches).__next__, 4, None)
 if distributed.rank == 1:
     own[f"transformer.h.{layers[1][0]}.attn.c_proj.bias"].grad.to_local()[0] = float("inf")
 norm = gradients.clip(stages.model, 1.0)
@@ -144,11 +144,11 @@ def test_flags_that_do_not_fit_are_refused_in_one_line():
             "--pipeline 3 does not divide 4 ranks, or groups of --tensor ranks: try one of [1",
         ),
         (8, dict(pipeline=3, tensor=2), "does not divide 4 ranks, or groups of --tensor ranks: try one of [1, 2, 4]"),
-        (16, dict(pipeline=16), "--pipeline 16: 12 blocks and the head fill 13 stages at most"),
+        (16, dict(pipeline=16), "--pipeline 16: 12 blocks and the head fill 13 stages"),
         (4, dict(pipeline=2, parallel="zero3"), "--parallel zero3 saves nothing: use zero2"),
         (2, dict(pipeline=2, batch_warmup_steps=9), "--pipeline excludes --batch_warmup_steps"),
         (2, dict(pipeline=2, autocast="fp16"), "needs --parallel ddp, not --pipeline 2"),
-        (2, dict(few, micro_batch_size=4), "needs 2 micro-batches or more in a step, and there are 1: use "),
+        (2, dict(few, micro_batch_size=4), "needs 2 micro-batches or more in a step, not 1: use "),
         (2, dict(few, micro_batch_size=4), "use a smaller --micro_batch_size"),
         (4, dict(few, total_batch_size=2048, micro_batch_size=1), "or a larger --total_batch_size"),
     ):

@@ -63,7 +63,6 @@ def test_devices_that_are_not_there(monkeypatch, words, device, machine):
     "words, environment",
     [
         ("WORLD_SIZE", dict(WORLD_SIZE="x")),
-        ("rank 2 and local rank 0 of 2", PAIR | dict(RANK=2)),
         ("'1.5'", PAIR | dict(LOCAL_RANK=1.5)),
         ("4 tasks would each do the same", dict(SLURM_STEP_NUM_TASKS=4, SLURM_PROCID=1)),
         ("2 tasks would each do the same", dict(OMPI_COMM_WORLD_SIZE=2)),

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from checkpoints.resume import existing_run
+from checkpoints.resume import continues
 from checkpoints.run_folder import checkpoints_of, step_of
 from common.errors import UserError
 from config import Config
@@ -79,7 +79,7 @@ def test_the_step_line_and_the_files(tmp_path, capsys, monkeypatch):
     assert log.val_losses == {0: 10.98765}
     facts = json.loads((folder / "config.json").read_text())
     assert facts["torch"] == torch.__version__ and facts["lr"] == 6e-4 and facts["device"] == "auto"
-    assert facts["world_size"] == 2 and facts["finished"] is True and facts["wandb_id"] is None and "launch" in facts
+    assert facts["world_size"] == 2 and facts["finished"] is True and facts["wandb_id"] is None
 
 
 def test_time_left(tmp_path, monkeypatch, capsys):
@@ -293,7 +293,7 @@ def test_unnamed_runs_of_the_same_second_have_different_names(tmp_path):
 def test_names_that_no_run_has(tmp_path, monkeypatch, name):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError, match="^--run_name .*must be"):
-        existing_run(Config(run_name=name))
+        continues(Config(run_name=name))
     with pytest.raises(UserError, match="^--run_name .*must be"):
         Results(Config(run_name=name), "ladder", torch.device("cpu"), ("rung",))
     assert not list(tmp_path.iterdir())
