@@ -93,6 +93,7 @@ def test_more_ranks_in_a_group_take_less_memory():
 
 
 def test_full_checkpointing_of_a_compiled_model_keeps_the_inputs_of_its_blocks(two_ranks):
+    torch.compiler.reset()  # of other tests' graphs
     B, T, C, layers = 2, 32, 16, 3
     model = GPT(GPTConfig(seq_len=T, vocab_size=31, n_layer=layers, n_head=2, n_embd=C, pad_vocab=False))
     checkpoint_activations(model, "full", saved_operators())
