@@ -12,6 +12,7 @@ from checkpoints.run_folder import flags_file_of
 from common import flag_file
 from common.cli import check_bounds, flag, given, parse
 from common.errors import Note, UserError
+from data.shards import open_shards
 from model import GPTConfig
 from optim import schedules
 from optimizations import SWITCHES, model_switches, refuse_unavailable_flags, turn_off_unavailable
@@ -269,7 +270,7 @@ def resolve(config, distributed, free_memory=None, start=None, typed=None):
     check_bounds(config)
     check_traced_steps(config, start.step if start else 0, distributed.device)
     new = dataclasses.replace(config)
-    set_sizes(new, start)
+    set_sizes(new, start, typed or {})
     if new.device == "auto":
         new.device = distributed.device.type
     if not new.flash and new.attention not in ("auto", "written_out"):
@@ -310,8 +311,9 @@ def check_traced_steps(config, step, device):
             raise UserError(f"--{interval} {every} falls among the steps that --{name} traces: use --{interval} 0")
 
 
-def set_sizes(config, start):
-    """Set the model's sizes, in place. Raises UserError if flags contradict them."""
+def set_sizes(config, start, typed):
+    """Set the model's sizes, in place. With --init_from, unless they are set, also seq_len, to the weights' positions
+    at most, and total_batch_size, so that an epoch has ten steps. Raises UserError if flags contradict the weights."""
     pretrained, resumed = (start.sizes, start.resumed) if start else (None, None)
     sizes = ("n_layer", "n_head", "n_embd")
     if config.init_from != "scratch":
@@ -324,11 +326,17 @@ def set_sizes(config, start):
                     f"say {size}; leave out --model, --n_layer, --n_head and --n_embd"
                 )
             setattr(config, name, own)
+        chosen = {name for name in vars(config) if name in typed or getattr(config, name) != getattr(Config, name)}
+        if "seq_len" not in chosen:
+            config.seq_len = min(config.seq_len, pretrained.seq_len)
         if config.seq_len > pretrained.seq_len:
             raise UserError(
                 f"--seq_len {config.seq_len}, but {config.init_from} has {pretrained.seq_len} positions: "
                 f"use --seq_len {pretrained.seq_len}"
             )
+        if "total_batch_size" not in chosen:
+            tokens = min(config.total_batch_size, sum(map(len, open_shards(config.data_dir, "train"))) // 10)
+            config.total_batch_size = config.seq_len * 2 ** (max(1, tokens // config.seq_len).bit_length() - 1)
         return
     for name, size in zip(sizes, SIZES[config.model]):
         setattr(config, name, getattr(config, name) or size)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import random
 import re
 import shlex
 import shutil
@@ -11,7 +12,7 @@ import sys
 
 import pytest
 import torch
-from conftest import ROOT, expect_error, logged, make_items, metrics, write_corpus
+from conftest import ROOT, WORDS, expect_error, logged, make_items, metrics, write_corpus
 from safetensors.torch import load_file
 from transformers import GPT2LMHeadModel
 
@@ -288,6 +289,28 @@ def test_the_demo(command, corpus, tmp_path, call_main):
     expect_error(call_main("train_gpt2.py", "--demo", "--data_dir", "corpus"), "corpus already holds 4 other shards")
     train_shard, val_shard = sorted((tmp_path / "demo_data").glob("*.npy"))
     assert train_shard.stat().st_size > 5 * val_shard.stat().st_size > 50_000
+
+
+def test_the_readmes_lines_run_in_their_order(call_main, tmp_path):
+    """As they are written, but for names in capitals, the number of steps, and what takes a network or a compiler."""
+    (tmp_path / "book.txt").write_text(" ".join(random.Random(0).choices(WORDS, k=20_000)))
+    blocks = re.findall(r"```sh\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
+    lines = [line.partition(" #")[0].strip() for block in blocks for line in block.splitlines()]
+    others = ("torchrun ", "source ", "python3 ", "python hellaswag.py ")
+    large = ("python fineweb.py", "python train_gpt2.py --run_name NAME")
+    lines = [line for line in lines if not line.startswith(others) and line not in large]
+    assert len(lines) == 9
+    for line in lines:
+        for name, value in (("NAME", "book"), ("RUN", "book"), ("checkpoint_001000", "checkpoint_000002")):
+            line = line.replace(name, value)
+        script, *words = shlex.split(re.sub(r"--max_steps \d+", "", line))[1:]
+        if script == "train_gpt2.py":
+            words += ["--max_steps", 3 if "--resume" in words else 2, "--hellaswag_every", 0]
+            words += ["--wandb", "disabled", "--device", "cpu", "--no_compile"]
+        done = call_main(script, *words)
+        assert done.returncode == 0, (line, done.stderr)
+        if "--init_from" in words:  # the weights' positions, and a tenth of the data or less
+            assert re.search(r"batch +1,024 tokens = 8 sequences × 128 tokens × 1 ", done.stdout), done.stdout
 
 
 def test_the_readme_names_every_command_and_folder():
