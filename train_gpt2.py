@@ -184,7 +184,7 @@ def train(flags, distributed, typed):
     config, notes = resolve(flags, distributed, memory.free_memory(distributed), start, typed)
     notes += resume.changed_flags(start, config)
     train_stream, val_stream, data = open_streams(config, distributed)
-    resume.check_data(start, config, data)
+    resume.check_same(start, config, data)
     hellaswag = choice_in_training(config)
     loader = Loader(train_stream, config.micro_batch_size, config.seq_len, distributed)
     trainer = build(config, distributed, start.weights, start.sizes)

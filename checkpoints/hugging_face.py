@@ -1,20 +1,21 @@
 """GPT-2 in Hugging Face's format: a folder, or a name on the hub, with config.json and model.safetensors."""
 
 import json
+import shutil
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
 
+from checkpoints.formats import plain_names, read, stored_layout
 from common.device import local
 from common.files import read_json
+from data.tokenizer import VOCAB_SIZE
 from model import GPTConfig
 
 WEIGHTS = "model.safetensors"
-
-# Linear weights that OpenAI's code, and so Hugging Face, stores as (in, out); nn.Linear stores (out, in)
-TRANSPOSED = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
+PADDED_VOCAB_SIZE = 50304  # a vocabulary up to this size is GPT-2's with padding, or with a few special tokens
 
 # Options of config.json with the only values that GPT implements, which are also their defaults
 OPTIONS = dict(
@@ -23,7 +24,6 @@ OPTIONS = dict(
     layer_norm_epsilon=1e-5,
     scale_attn_weights=True,
     scale_attn_by_inverse_layer_idx=False,
-    tie_word_embeddings=True,
 )
 
 
@@ -35,6 +35,8 @@ def read_config(name):
     from common.hub import find_file  # no resumed run needs it before
 
     sizes = read_json(find_file(name, "config.json"))
+    if sizes.get("activation_function") == "gelu_pytorch_tanh":
+        sizes["activation_function"] = "gelu_new"  # two names of one function
     for option, value in OPTIONS.items():
         if sizes.get(option, value) != value:
             raise ValueError(f"{option} is {sizes[option]!r:.99} in config.json, this GPT-2 needs {value!r}")
@@ -42,6 +44,8 @@ def read_config(name):
     for name in names:
         if type(sizes.get(name)) is not int or not 0 < sizes[name] < 2**24:
             raise ValueError(f"{name} is {sizes.get(name)} in config.json")
+    if VOCAB_SIZE < sizes["vocab_size"] <= PADDED_VOCAB_SIZE:
+        sizes["vocab_size"] = VOCAB_SIZE
     return GPTConfig(*(sizes[name] for name in names))
 
 
@@ -49,6 +53,7 @@ def write_config(config, folder):
     """Write a GPTConfig as config.json, which `transformers` reads. The folder must exist."""
     description = dict(
         **OPTIONS,
+        tie_word_embeddings=True,
         architectures=["GPT2LMHeadModel"],
         n_positions=config.seq_len,
         vocab_size=config.vocab_size,
@@ -72,7 +77,7 @@ def write(model, folder, weights=None):
     write_config(model.config, folder)
     path = Path(folder) / WEIGHTS
     save_file(weights or host_weights(model), path, metadata={"format": "pt"})
-    path.chmod(0o644)  # safetensors leaves it readable to its owner alone
+    shutil.copymode(Path(folder) / "config.json", path)  # safetensors leaves it readable to its owner alone
 
 
 def host_weights(model):
@@ -86,30 +91,45 @@ def host_weights(model):
     return weights
 
 
+def read_weights(name):
+    """The weights of the model in a folder or on the hub, {name: tensor}: in one file, or in those of an index.
+
+    Raises OSError, SafetensorError or ValueError if they cannot be read.
+    """
+    from common.hub import find_file
+
+    for file in (WEIGHTS, f"{WEIGHTS}.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json"):
+        try:
+            path = find_file(name, file)
+        except FileNotFoundError:
+            continue
+        if path.suffix != ".json":
+            return read(path)
+        files = sorted(set(read_json(path, weight_map=dict)["weight_map"].values()))
+        return {key: tensor for part in files for key, tensor in read(find_file(name, part)).items()}
+    raise FileNotFoundError(f"it has no {WEIGHTS} and no pytorch_model.bin")
+
+
 @torch.no_grad()
 def fill_weights(model, weights, fill=torch.Tensor.copy_):
-    """Copy a dict like host_weights' into a model; the prefix "transformer." is optional.
+    """Copy a dict like host_weights' into a model; plain_names() says which names it may have.
 
     fill(parameter, weight) copies each into its parameter, which may be sharded over ranks.
     Raises ValueError when a weight is missing or has another shape.
     """
-    weights = {name.removeprefix("transformer."): weight for name, weight in weights.items()}
+    weights = plain_names(weights)
     for name, parameter in model.named_parameters():
         weight = weights.get(name.removeprefix("transformer."))
         if weight is None:
             raise ValueError(f"the weights lack {name}")
         weight = stored_layout(name, weight)
+        if name.endswith("wte.weight"):
+            weight = weight[: model.config.vocab_size]
         padding = model.config.table_rows - model.config.vocab_size if name.endswith("wte.weight") else 0
         shape = (len(parameter) - padding, *parameter.shape[1:])
         if weight.shape != shape:
             raise ValueError(f"{name} is {tuple(weight.shape)} in the weights, {shape} in the model")
         fill(parameter, F.pad(weight, (0, 0, 0, padding)) if padding else weight)
-
-
-def stored_layout(name, weight):
-    """Convert a weight to the layout of OpenAI's files, or back."""
-    # mT: PyTorch 2.11's t() of a DTensor loses the order of FSDP's shards of a split layer
-    return weight.mT if name.endswith(TRANSPOSED) else weight
 
 
 def to_host(tensor):

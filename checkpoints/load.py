@@ -8,11 +8,10 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file
 
-from checkpoints import pieces
-from checkpoints.hugging_face import WEIGHTS, fill_weights, read_config, stored_layout
-from checkpoints.run_folder import TRAINING, checkpoints_of, facts_of
+from checkpoints import formats, pieces
+from checkpoints.hugging_face import WEIGHTS, fill_weights, read_config, read_weights
+from checkpoints.run_folder import STATE, TRAINING, checkpoints_of, facts_of
 from common.cli import progress
 from common.device import fill
 from common.errors import UserError, first_line
@@ -54,6 +53,8 @@ def read_training(folder, **fields):
         training = read_json(Path(folder) / TRAINING, sha256=dict, **fields)
         if training["sha256"].pop(TRAINING, None) != json_digest(training):
             raise ValueError("it is not what was written")
+        if foreign := [name for name in training["sha256"] if Path(name).name != name]:
+            raise ValueError(f"it lists {foreign[0]}, which is not a file's name")
     except OSError as error:
         raise UserError(f"{folder} is not a checkpoint to resume from: {TRAINING}: {error.strerror}") from error
     except ValueError as error:
@@ -113,17 +114,14 @@ def verify_weights(name):
     they are not verified."""
     if (Path(name) / TRAINING).is_file():
         hashes = read_training(name)["sha256"]
-        compare(name, {file: hashes.get(file) for file in ("config.json", *weight_files(name))})
+        compare(name, {file: hashes[file] for file in hashes if file != STATE})
 
 
-def weight_files(name):
-    """The files with a model's weights: model.safetensors, or the pieces of a sharded checkpoint.
-
-    Where there is a training.json, only files that it lists.
-    """
+def pieces_of(name):
+    """The files of a sharded checkpoint, of another one none. Where there is a training.json, only what it lists."""
     listed = (Path(name) / TRAINING).is_file()
     files = read_training(name)["sha256"] if listed else [path.name for path in Path(name).glob("*.safetensors")]
-    return [WEIGHTS] if WEIGHTS in files else sorted(filter(pieces.is_piece, files)) or [WEIGHTS]
+    return [] if WEIGHTS in files else sorted(filter(pieces.is_piece, files))
 
 
 def load_weights(name, model):
@@ -131,17 +129,12 @@ def load_weights(name, model):
 
     Every rank calls this, so hashes are not compared: see verify_weights. Raises what load_model raises.
     """
-    from checkpoints import formats
-    from common.hub import find_file
-
     with explained(name):
-        if is_torch_file(name):
-            fill_weights(model, formats.load(name)[1], fill)
-        elif (files := weight_files(name)) != [WEIGHTS]:
-            targets = {own: stored_layout(own, each.detach()) for own, each in model.named_parameters()}
+        if files := pieces_of(name):
+            targets = {own: formats.stored_layout(own, each.detach()) for own, each in model.named_parameters()}
             pieces.load(name, files, targets)
         else:
-            fill_weights(model, load_file(find_file(name, WEIGHTS)), fill)
+            fill_weights(model, formats.load(name)[1] if is_torch_file(name) else read_weights(name), fill)
 
 
 def is_torch_file(name):
@@ -150,8 +143,6 @@ def is_torch_file(name):
 
 def load_config(name):
     """The GPTConfig of what load_model would load. Raises UserError if it cannot be read or is no GPT-2."""
-    from checkpoints import formats
-
     with explained(name):
         config = GPTConfig(**formats.load(name)[0]) if is_torch_file(name) else read_config(name)
     if config.vocab_size != VOCAB_SIZE:
@@ -171,4 +162,16 @@ def explained(name, expected=MODELS):
     try:
         yield
     except (OSError, ValueError, SafetensorError) as error:
-        raise UserError(f"cannot load {name} ({type(error).__name__}: {first_line(error)}); give {expected}") from error
+        reason = f"{type(error).__name__}: {first_line(error)}"
+        raise UserError(f"cannot load {name} ({reason}){models_near(name)}; give {expected}") from error
+
+
+def models_near(name):
+    """In words, the models in a folder that is none itself, or in the folder of a path that does not exist."""
+    path = Path(name)
+    folder = path if path.is_dir() else path.parent
+    found = [each for each in sorted(folder.glob("*")) if is_torch_file(each) or (each / "config.json").exists()]
+    models = [each.name for each in found if each.suffix != ".unfinished"]
+    if not models or folder == Path() or path.is_file() or (path / "config.json").exists():
+        return ""
+    return f"; {folder} has {', '.join(models[-5:])}"

@@ -5,6 +5,7 @@ https://docs.pytorch.org/docs/stable/distributed.checkpoint.html
 """
 
 import math
+import traceback
 import warnings
 from pathlib import Path
 
@@ -47,6 +48,7 @@ def write(folder, tensors, group):
             hashes[path.name] = digest(path)
     except CheckpointException as raised:
         error = first_failure(raised)
+        traceback.clear_frames(raised.__traceback__)  # one has the exception as a local: a cycle, which keeps tensors
     except (OSError, SafetensorError) as raised:
         error = f"rank {rank}: {first_line(raised)}"
     reports = [None] * dist.get_world_size(group)

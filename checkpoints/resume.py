@@ -54,10 +54,14 @@ def find_checkpoint(config, distributed):
     """The checkpoint, verified, that a run continues from, or None; the rest is as of find_start."""
     path = None if config.resume in ("auto", "never") else Path(config.resume)
     if path and not (path / TRAINING).is_file() and not checkpoints_of(path):
-        raise UserError(f"--resume {path}: there is no checkpoint; give auto, never, or the folder of a run")
-    if path and config.run_name is None:
+        raise UserError(
+            f"--resume {path}: there is no checkpoint{load.models_near(path)}; give auto, never, or the folder of a run"
+        )
+    if path:
         run = run_of(path).absolute()
-        config.log_dir, config.run_name = str(from_here(run.parent)), run.name
+        if config.run_name is None:
+            config.log_dir, config.run_name = str(from_here(run.parent)), run.name
+        find_data(config, Path(facts_of(run).get("started_in", "")))
     if distributed.broadcast(distributed.on_main(lambda: continues(config))):
         if found := load.newest(Path(config.log_dir) / config.run_name, distributed):
             return found
@@ -65,6 +69,14 @@ def find_checkpoint(config, distributed):
         distributed.on_main(lambda: load.verify(path))
         return path
     return path and load.newest(path, distributed)
+
+
+def find_data(config, folder):
+    """Let config's relative paths of data lead from the folder in which the run was started, if only that exists."""
+    for name in ("data_dir", "hellaswag_data"):
+        path = getattr(config, name)
+        if path and not Path(path).exists() and (folder / path).exists():
+            setattr(config, name, str(folder / path))
 
 
 def continues(config):
@@ -98,10 +110,17 @@ def changed_flags(start, config):
     return notes
 
 
-def check_data(start, config, data):
-    """Raises UserError if the data differ from the checkpoint's. data: from open_streams."""
+def check_same(start, config, data):
+    """Raises UserError if the optimizer or the data differ from the checkpoint's. data: from open_streams."""
     if not start.resumed:
         return
+    from_weights = f"start another --run_name from its weights with --init_from {start.resumed}"
+    optimizer = start.training["run"].get("optimizer")
+    if optimizer not in (None, config.optimizer):
+        raise UserError(
+            f"{start.resumed} was trained with --optimizer {optimizer}: continue with it instead of "
+            f"{config.optimizer}, or {from_weights}"
+        )
     difference = first_difference(start.training["shards"], data["shards"])
     for name, text in (("manifest", f"{MANIFEST} is not the same"), ("sample", "the shards have other tokens")):
         before, now = start.training.get(name), data[name]
@@ -110,7 +129,7 @@ def check_data(start, config, data):
     if difference:
         raise UserError(
             f"{start.resumed} was trained on other data than {config.data_dir}: {difference}; continue with the same "
-            f"data, or start another --run_name from its weights with --init_from {start.resumed}"
+            f"data, or {from_weights}"
         )
 
 

@@ -73,7 +73,7 @@ def run_of(path):
 
 def checkpoints_of(folder):
     """A run's checkpoint folders, the newest first."""
-    found = [path for path in Path(folder).glob("checkpoint_*") if path.name.removeprefix("checkpoint_").isdigit()]
+    found = [path for path in Path(folder).glob("checkpoint_*") if path.name.removeprefix("checkpoint_").isdecimal()]
     return sorted(found, key=step_of)[::-1]
 
 

@@ -14,7 +14,8 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 
 from checkpoints import hugging_face, pieces
-from checkpoints.hugging_face import host_weights, stored_layout, to_host
+from checkpoints.formats import stored_layout
+from checkpoints.hugging_face import host_weights, to_host
 from checkpoints.run_folder import STATE, TRAINING
 from common.files import digest, flush_to_disk, json_digest
 from data.tokenizer import save_tokenizer
@@ -75,7 +76,7 @@ def write(folder, model, tensors, training, group=None):
         weights, state = tensors
         hugging_face.write(model, unfinished, weights)
         save_file(state, unfinished / STATE)
-        (unfinished / STATE).chmod(0o644)  # safetensors makes it readable to its owner alone
+        shutil.copymode(unfinished / "config.json", unfinished / STATE)  # safetensors: readable to its owner alone
     save_tokenizer(unfinished, model.config.seq_len)
     hashes |= {path.name: digest(path) for path in sorted(unfinished.iterdir()) if path.name not in hashes}
     training = training | dict(sha256=hashes)

@@ -149,6 +149,9 @@ def complaints(arguments, flags):
             yield f"{argument}: a flag starts with two dashes: --{argument.lstrip('-')}"
         elif argument.lower() in SWITCH_VALUES and not value_may_follow:
             yield f"{argument!r}: a switch has no value, --NAME turns it on and --no_NAME off"
+        elif not value_may_follow and Path(argument).exists():
+            yield f"{argument} is one path too many: put a pattern in quotes, such as '*{Path(argument).suffix}'"
+            return
         elif not value_may_follow:
             yield f"{argument!r} is neither a flag nor its value"
         value_may_follow = argument.startswith("-") and not equals

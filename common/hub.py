@@ -48,7 +48,7 @@ def answered():
 
     The libraries wrap it in errors that read as if a file did not exist.
     """
-    from huggingface_hub.errors import HTTPError
+    from huggingface_hub.errors import EntryNotFoundError, HTTPError
 
     try:
         yield
@@ -56,7 +56,9 @@ def answered():
         chain = [error]
         while inner := chain[-1].__cause__ or chain[-1].__context__:
             chain.append(inner)
-        raise OSError(first_line(next((each for each in chain if isinstance(each, HTTPError)), error))) from error
+        answer = next((each for each in chain if isinstance(each, HTTPError)), error)
+        kind = FileNotFoundError if isinstance(answer, EntryNotFoundError) else OSError
+        raise kind(first_line(answer)) from error
 
 
 def find_file(name, file):

@@ -52,13 +52,14 @@ class RunLog:
         self.peak_flops = peak_flops(device) * distributed.world_size
         self.first_step = training["step"] if training else 0
         self.wandb = WandbPage(config)
-        kind = "demo" if config.demo else config.model if config.init_from == "scratch" else Path(config.init_from).name
+        weights = Path(config.init_from).resolve().name
+        kind = "demo" if config.demo else config.model if weights == "scratch" else weights
         self.folder = make_folder(config.log_dir, config.run_name, kind)
         try:
             self._lock = lock(self.folder)
             earlier = self._earlier_facts(resumed)
             self.facts = dict(vars(config), run_name=self.folder.name, world_size=distributed.world_size)
-            self.facts |= environment(device) | dict(finished=False, wandb_id=None)
+            self.facts |= environment(device) | dict(started_in=os.getcwd(), finished=False, wandb_id=None)
             self.facts["dataset"] = dataset_name(config.data_dir)
             if training and earlier:
                 goes_back = set_aside_newer(self.folder, self.first_step)

@@ -7,7 +7,7 @@ import torch
 from conftest import expect_error
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from checkpoints import formats, load
+from checkpoints import formats, hugging_face, load
 from common.errors import UserError
 from data.tokenizer import VOCAB_SIZE
 from model import GPT, GPTConfig
@@ -36,7 +36,7 @@ def weights(bias=True, rows=VOCAB_SIZE, prefix=""):
     return model, state | {prefix + "transformer.wte.weight": table, prefix + "lm_head.weight": table}
 
 
-@pytest.mark.parametrize("bias, rows, prefix", [(True, 50304, "_orig_mod."), (False, VOCAB_SIZE, "")])
+@pytest.mark.parametrize("bias, rows, prefix", [(True, 50304, "module._orig_mod."), (False, VOCAB_SIZE, "")])
 def test_nanogpts(tmp_path, bias, rows, prefix):
     model, state = weights(bias, rows, prefix)
     state = {name: torch.nn.Parameter(weight) for name, weight in state.items()}  # as some save them
@@ -73,6 +73,20 @@ def test_build_nanogpts(tmp_path, monkeypatch, command, call_main):
     expect_error(call_main("export.py", "model_00005.pt", "out"), "already exists")
     expect_error(call_main("export.py", "nothing.pt", "other"), "nothing.pt")
     assert not (tmp_path / "other").exists()
+
+
+@pytest.mark.parametrize("name", ["a.pt", "model.safetensors", "pytorch_model.bin"])
+def test_files_that_are_not_there_themselves(tmp_path, name):
+    """A clone without Git LFS has pointers; PyTorch before 1.6 wrote another format."""
+    hugging_face.write_config(GPTConfig(seq_len=16, **SIZES), tmp_path)
+    model = tmp_path / name if name == "a.pt" else tmp_path
+    (tmp_path / name).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 5\n")
+    with pytest.raises(UserError, match=f"{name} is a Git LFS pointer: git lfs pull"):
+        load.load_model(model)
+    if "safetensors" not in name:
+        torch.save(dict(model=weights()[1]), tmp_path / name, _use_new_zipfile_serialization=False)
+        with pytest.raises(UserError, match="no zip file, as torch.save writes since PyTorch 1.6"):
+            load.load_model(model)
 
 
 class Trap:

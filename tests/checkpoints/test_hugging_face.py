@@ -1,12 +1,16 @@
+import json
 from dataclasses import replace
 
 import pytest
 import torch
+import torch.nn.functional as F
+from safetensors.torch import save_file
 from test_model import SIZES, batch, tiny
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from checkpoints import hugging_face, load
 from checkpoints.hugging_face import host_weights
+from common.errors import UserError
 from model import GPT, GPTConfig
 
 
@@ -55,6 +59,71 @@ def test_saved_weights_come_back_bit_for_bit(tmp_path):
         again = read(tmp_path, pad_vocab=pad_vocab)
         for name, weight in host_weights(model).items():
             assert torch.equal(host_weights(again)[name], weight), name
+
+
+def change_config(folder, **changes):
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def shard(folder, weights):
+    """Two files and their index."""
+    names = sorted(weights)
+    parts = {"model-00001-of-00002.safetensors": names[:5], "model-00002-of-00002.safetensors": names[5:]}
+    for part, own in parts.items():
+        save_file({name: weights[name] for name in own}, folder / part)
+    index = dict(weight_map={name: part for part, own in parts.items() for name in own})
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def untie(folder, weights):
+    change_config(folder, tie_word_embeddings=False, activation_function="gelu_pytorch_tanh")
+    save_file(weights | {"lm_head.weight": weights["transformer.wte.weight"].clone()}, folder / "model.safetensors")
+
+
+def head_alone(folder, weights):
+    table = weights.pop("transformer.wte.weight")
+    save_file(weights | {"lm_head.weight": table}, folder / "model.safetensors")
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        shard,
+        untie,
+        head_alone,
+        lambda folder, weights: torch.save(weights, folder / "pytorch_model.bin"),
+    ],
+)
+def test_folders_as_others_write_them(tmp_path, write):
+    model = tiny(pad_vocab=True)
+    hugging_face.write_config(model.config, tmp_path)
+    write(tmp_path, host_weights(model))
+    x, _ = batch()
+    torch.testing.assert_close(read(tmp_path, pad_vocab=True)(x), model(x))
+
+
+@pytest.mark.parametrize("rows", [50258, 50304])
+def test_a_longer_table_is_padding(tmp_path, rows):
+    model = GPT(GPTConfig(seq_len=8, n_layer=1, n_head=1, n_embd=2))
+    weights = host_weights(model)
+    weights["transformer.wte.weight"] = F.pad(weights["transformer.wte.weight"], (0, 0, 0, rows - 50257), value=7.0)
+    hugging_face.write_config(model.config, tmp_path)
+    change_config(tmp_path, vocab_size=rows)
+    save_file(weights, tmp_path / "model.safetensors")
+    x = torch.randint(50257, (2, 8))
+    assert load.load_config(tmp_path).vocab_size == 50257
+    torch.testing.assert_close(load.load_model(tmp_path)(x), model(x))
+
+
+def test_an_untied_head_is_refused(tmp_path):
+    model = tiny()
+    hugging_face.write_config(model.config, tmp_path)
+    weights = host_weights(model)
+    weights["lm_head.weight"] = weights["transformer.wte.weight"] + 1
+    save_file(weights, tmp_path / "model.safetensors")
+    with pytest.raises(UserError, match="lm_head.weight differs from wte.weight"):
+        read(tmp_path)
 
 
 @pytest.mark.parametrize("weights", [{}, host_weights(GPT(GPTConfig(**{**SIZES, "n_embd": 16})))])

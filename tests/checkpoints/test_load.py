@@ -171,6 +171,29 @@ def test_training_json_has_a_hash(checkpoint):
     assert load.read_training(checkpoint)["loader"]["position"] == 80
 
 
+def test_files_outside_the_folder_are_not_read(checkpoint, tmp_path):
+    (tmp_path / "other").write_text("")
+    training = json.loads((checkpoint / "training.json").read_text())
+    rewrite(checkpoint, sha256=training["sha256"] | {"../other": ""})
+    assert "lists ../other, which is not a file's name" in one_line(load.verify, checkpoint)
+
+
+def test_the_error_lists_the_models_that_there_are(checkpoint, tmp_path):
+    """For a checkpoint that was deleted, a folder of runs, and one with nanoGPT's file in it."""
+    for name in ("checkpoint_000001", "checkpoint_000001/x"):
+        assert (
+            "; has checkpoint_000002" in one_line(load.load_model, tmp_path / name).replace(f"{tmp_path} ", "")
+        ) == ("/" not in name)
+    assert f"; {tmp_path} has checkpoint_000002; give a run" in one_line(load.load_model, tmp_path)
+    (checkpoint / "config.json").rename(checkpoint / "ckpt.pt")
+    (checkpoint / "training.json").unlink()
+    assert "checkpoint_000002 has ckpt.pt; give" in one_line(load.load_model, checkpoint)
+    config = Config(resume=str(checkpoint.with_name("checkpoint_000009")))
+    checkpoint.joinpath("ckpt.pt").rename(checkpoint / "config.json")
+    assert "no checkpoint; " in one_line(resume.find_start, config, ALONE)
+    assert "has checkpoint_000002; give auto" in one_line(resume.find_start, config, ALONE)
+
+
 @pytest.mark.parametrize("value", [None, "x", -1, True, 0.5, float("nan"), []])
 def test_training_of_wrong_kinds(checkpoint, value):
     for changes in (dict(step=str(value)), dict(loader=value or 0), dict(run=value or 0), dict(shards=value or 0)):
@@ -230,7 +253,6 @@ def test_files_that_are_no_files(checkpoint, name, kind):
         ("scale_attn_by_inverse_layer_idx", True),
         ("scale_attn_weights", False),
         ("activation_function", "relu"),
-        ("tie_word_embeddings", False),
         ("n_layer", "1"),
         ("n_embd", float("nan")),
     ],

@@ -33,9 +33,9 @@ def test_other_data_are_recognized(tmp_path):
         (*_, data), (*_, own_data) = (open_streams(config, ALONE) for config in configs)
         if older:  # a checkpoint without the sample
             del data["sample"]
-        start = resume.Start(tmp_path / "checkpoint_000001", data, None, None)
+        start = resume.Start(tmp_path / "checkpoint_000001", dict(data, run={}), None, None)
         try:
-            resume.check_data(start, configs[1], own_data)
+            resume.check_same(start, configs[1], own_data)
         except UserError as error:
             assert "--init_from" in str(error)
             return str(error)
@@ -92,6 +92,18 @@ def test_a_run_of_an_older_version_continues(command, corpus, tmp_path, name, ra
     assert f"resumed from log/{name}/checkpoint_000003" in done.stdout and "lr 0.01, 2 warm-up steps" in done.stdout
     for before, values in zip(whole, (logged(run, "train"), logged(run, "val"))):
         assert values == pytest.approx(before, abs=1e-5)
+
+
+def test_data_are_found_from_another_folder(train, tmp_path, monkeypatch):
+    """Of a run with a relative data_dir; a run of fine-tuning whose weights are those of this folder has its name."""
+    monkeypatch.chdir(tmp_path)
+    run = train("run", "--data_dir", "corpus", "--checkpoint_every", 1, drop="--checkpoint_every")
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    for resumed in (run, run / "checkpoint_000002"):
+        config = Config(resume=str(resumed), data_dir="corpus", hellaswag_data="nowhere.jsonl")
+        resume.find_start(config, ALONE)
+        assert (config.data_dir, config.hellaswag_data) == (str(tmp_path / "corpus"), "nowhere.jsonl")
 
 
 def test_going_back_sets_the_newer_checkpoints_aside(train):

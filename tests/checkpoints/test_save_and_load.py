@@ -1,9 +1,12 @@
 import errno
+import gc
 import json
 import math
 import os
+import resource
 import shutil
 import subprocess
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,11 +19,13 @@ from transformers import AutoTokenizer
 from checkpoints import hugging_face, load, resume, save
 from checkpoints.checkpointer import Checkpointer
 from checkpoints.run_folder import checkpoints_of, step_of
+from common.device import local
 from common.errors import UserError
 from config import Config
 from data.tokenizer import END_OF_TEXT, VOCAB_SIZE, get_tokenizer
 from model import GPT, GPTConfig
 from optim.optimizer import allocate_state, make_optimizer, named_state
+from parallel import place
 
 
 def tiny(n_embd=16):
@@ -41,11 +46,24 @@ def test_what_is_saved_comes_back(tmp_path):
     tokenizer = AutoTokenizer.from_pretrained(folder)
     assert tokenizer.encode("Hello world") == get_tokenizer().encode_ordinary("Hello world")
     assert (tokenizer.eos_token_id, len(tokenizer)) == (END_OF_TEXT, VOCAB_SIZE)
-    assert all(path.stat().st_mode & 0o044 for path in folder.iterdir())  # others may read it
     x = torch.randint(VOCAB_SIZE, (2, 16))
     random = torch.get_rng_state()
     assert torch.equal(load.load_model(folder)(x), model(x))
     assert torch.equal(torch.get_rng_state(), random)  # no weights are drawn that others replace
+
+
+@pytest.mark.parametrize("layout", ["ddp", "zero3"])
+@pytest.mark.parametrize("umask, mode", [(0o022, 0o644), (0o077, 0o600), (0o002, 0o664)])
+def test_files_follow_the_umask(tmp_path, group, layout, umask, mode):
+    before = os.umask(umask)
+    try:
+        checkpointer, _ = make_checkpointer(tmp_path, layout, checkpoint_every=1)
+        checkpointer.save_if_due(1, 0, healthy=True, last=False)
+        checkpointer.wait()
+    finally:
+        os.umask(before)
+    files = list((tmp_path / "run" / "checkpoint_000001").iterdir())
+    assert len(files) > 5 and {path.stat().st_mode & 0o777 for path in files} == {mode}
 
 
 def test_a_checkpoint_appears_whole_or_not_at_all(tmp_path, monkeypatch):
@@ -130,15 +148,51 @@ def test_damage_is_said_in_one_line(tmp_path, how):
     assert "\n" not in str(error.value)
 
 
-def make_checkpointer(log_dir, **flags):
+def make_checkpointer(log_dir, layout="ddp", **flags):
     """A Checkpointer of a tiny model, and {step: validation loss} of its log."""
-    config = Config(run_name="run", log_dir=str(log_dir), max_steps=10**7, **flags)
-    model = tiny()
+    config = Config(run_name="run", log_dir=str(log_dir), max_steps=10**7, parallel=layout, autocast="off", **flags)
+    with torch.device("meta"):
+        model = tiny()
+    model = place.place(model, config, ALONE, None)
+    resume.initialize(model, None)
     optimizer, scaler = make_optimizer(model, config), torch.amp.GradScaler("cpu", enabled=False)
     trainer = SimpleNamespace(config=config, distributed=ALONE, model=model, optimizer=optimizer, scaler=scaler)
     loader = SimpleNamespace(state=lambda: dict(position=0, total=1, seed=1, shuffle=True))
     log = SimpleNamespace(facts={}, val_losses={}, flush=lambda: None)
     return Checkpointer(trainer, loader, {}, log, 0), log.val_losses
+
+
+def test_folders_of_other_names_are_no_checkpoints(tmp_path):
+    for name in ("checkpoint_000001", "checkpoint_²", "checkpoint_", "checkpoint_1.old"):
+        (tmp_path / name).mkdir()
+    assert [path.name for path in checkpoints_of(tmp_path)] == ["checkpoint_000001"]
+
+
+@pytest.mark.parametrize("layout", ["ddp", "zero3"])
+def test_a_write_that_fails_keeps_no_snapshot(tmp_path, group, monkeypatch, capsys, layout):
+    """Also where Python collects no cycles."""
+    checkpointer, _ = make_checkpointer(tmp_path, layout, checkpoint_every=1)
+    snapshots = []
+
+    def snapshot(*args):
+        tensors = save.snapshot(*args)
+        parts = [tensors] if layout == "zero3" else tensors
+        snapshots.extend(weakref.ref(local(tensor)) for part in parts for tensor in part.values())
+        return tensors
+
+    monkeypatch.setattr("checkpoints.checkpointer.snapshot", snapshot)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    gc.disable()
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
+        for step in range(1, 6):
+            checkpointer.save_if_due(step, 0, healthy=True, last=False)
+            checkpointer.wait()
+        assert len(snapshots) > 100 and not any(tensor() is not None for tensor in snapshots)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        gc.enable()
+    assert capsys.readouterr().out.count("the checkpoint was not written (") == 5
 
 
 def test_the_newest_and_the_best_stay(tmp_path):
