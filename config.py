@@ -311,7 +311,7 @@ def check_traced_steps(config, step, device):
             raise UserError(f"--{interval} {every} falls among the steps that --{name} traces: use --{interval} 0")
 
 
-def set_sizes(config, start, typed):
+def set_sizes(config, start, typed=()):
     """Set the model's sizes, in place. With --init_from, unless they are set, also seq_len, to the weights' positions
     at most, and total_batch_size, so that an epoch has ten steps. Raises UserError if flags contradict the weights."""
     pretrained, resumed = (start.sizes, start.resumed) if start else (None, None)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from checkpoints import load, pieces
-from checkpoints.run_folder import TRAINING, checkpoints_of, facts_of, folder_of, lock, run_of
+from checkpoints.run_folder import TRAINING, checkpoints_of, facts_of, folder_of, run_of
 from checkpoints.save import modules_with_scales
 from common.cli import flags_with, from_here
 from common.device import fill
@@ -39,8 +39,7 @@ def find_start(config, distributed):
 
     If no run is named, config's run_name and log_dir become those of the run that continues.
 
-    Raises UserError for a path without a checkpoint, if all checkpoints are damaged, or if another process writes the
-    run.
+    Raises UserError for a path without a checkpoint, and if all checkpoints are damaged.
     """
     weights = resumed = find_checkpoint(config, distributed)
     if not resumed and config.init_from != "scratch":
@@ -81,19 +80,12 @@ def find_data(config, folder):
 
 def continues(config):
     """Whether a run continues from its own newest checkpoint: with --resume auto, and if a command that began a branch
-    (--resume, another --run_name) is repeated. Raises UserError if another process writes the run."""
+    (--resume, another --run_name) is repeated."""
     if config.run_name is None:
         if os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0":
             raise UserError("torchrun --max-restarts needs --run_name: a restart continues the run of that name")
         return False
     folder = folder_of(config.log_dir, config.run_name)
-    try:
-        if folder.exists():
-            lock(folder).close()
-    except OSError as error:
-        raise UserError(
-            f"cannot write the run's folder {folder}: {error.strerror}; choose another --log_dir"
-        ) from error
     return config.resume == "auto" or (config.resume != "never" and facts_of(folder).get("resume") == config.resume)
 
 

@@ -52,9 +52,25 @@ def test_sizes_follow_the_model_and_give_way_to_their_own_flags():
     assert (config.n_layer, config.n_head, config.n_embd) == (48, 25, 1600)
     config, _ = resolved(model="gpt2-xl", n_layer=2)
     assert (config.n_layer, config.n_head, config.n_embd) == (2, 25, 1600)
-    config = Config(demo=True, model="tiny", init_from="x", seq_len=64)  # the demo's model is not a flag that was given
+    config = Config(
+        demo=True, model="tiny", init_from="x", seq_len=64, total_batch_size=64
+    )  # the demo's model is not a flag that was given
     set_sizes(config, SimpleNamespace(sizes=GPTConfig(64, n_layer=1, n_head=2, n_embd=32), resumed=None))
     assert (config.n_layer, config.n_head, config.n_embd) == (1, 2, 32)
+
+
+def test_fine_tuning_fits_the_weights_and_the_data(corpus):
+    """Unless flags say otherwise: the weights' positions, and a tenth of the data's tokens, 4,200, or less."""
+    start = SimpleNamespace(sizes=GPTConfig(64, n_layer=1, n_head=2, n_embd=32), resumed=None)
+    for flags, typed, expected in (
+        ({}, (), (64, 256)),
+        (dict(seq_len=32), (), (32, 256)),
+        (dict(total_batch_size=128), (), (64, 128)),
+        ({}, ("total_batch_size",), (64, 524288)),
+    ):
+        config = Config(init_from="x", data_dir=str(corpus), **flags)
+        set_sizes(config, start, typed)
+        assert (config.seq_len, config.total_batch_size) == expected
 
 
 def test_the_micro_batch_fits_and_divides():

@@ -50,7 +50,7 @@ def test_nanogpts(tmp_path, bias, rows, prefix):
 
 
 def test_another_vocabulary_is_refused(tmp_path):
-    state = {name: weight[:65] if "wte" in name else weight for name, weight in weights()[1].items()}
+    state = {name: weight[:65] if len(weight) > 50_000 else weight for name, weight in weights()[1].items()}
     torch.save(dict(model=state, model_args=dict(SIZES, block_size=16, vocab_size=65)), tmp_path / "ckpt.pt")
     with pytest.raises(UserError, match="ckpt.pt has a vocabulary of 65, but GPT-2's has 50257"):
         load.load_model(tmp_path / "ckpt.pt")

@@ -179,19 +179,15 @@ def test_files_outside_the_folder_are_not_read(checkpoint, tmp_path):
 
 
 def test_the_error_lists_the_models_that_there_are(checkpoint, tmp_path):
-    """For a checkpoint that was deleted, a folder of runs, and one with nanoGPT's file in it."""
-    for name in ("checkpoint_000001", "checkpoint_000001/x"):
-        assert (
-            "; has checkpoint_000002" in one_line(load.load_model, tmp_path / name).replace(f"{tmp_path} ", "")
-        ) == ("/" not in name)
-    assert f"; {tmp_path} has checkpoint_000002; give a run" in one_line(load.load_model, tmp_path)
-    (checkpoint / "config.json").rename(checkpoint / "ckpt.pt")
-    (checkpoint / "training.json").unlink()
-    assert "checkpoint_000002 has ckpt.pt; give" in one_line(load.load_model, checkpoint)
-    config = Config(resume=str(checkpoint.with_name("checkpoint_000009")))
-    checkpoint.joinpath("ckpt.pt").rename(checkpoint / "config.json")
-    assert "no checkpoint; " in one_line(resume.find_start, config, ALONE)
-    assert "has checkpoint_000002; give auto" in one_line(resume.find_start, config, ALONE)
+    """For a checkpoint that was deleted, a folder of models, and one with nanoGPT's file in it."""
+    deleted = tmp_path / "checkpoint_000009"
+    assert f"; {tmp_path} has checkpoint_000002; give a run" in one_line(load.load_model, deleted)
+    config = Config(resume=str(deleted))
+    assert f"no checkpoint; {tmp_path} has checkpoint_000002; give auto" in one_line(resume.find_start, config, ALONE)
+    checkpoint.rename(tmp_path / "model")
+    (tmp_path / "ckpt.pt").touch()
+    assert f"; {tmp_path} has ckpt.pt, model; give a run" in one_line(load.load_model, tmp_path)
+    assert " has " not in one_line(load.load_model, tmp_path / "no" / "x")
 
 
 @pytest.mark.parametrize("value", [None, "x", -1, True, 0.5, float("nan"), []])

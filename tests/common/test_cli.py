@@ -98,6 +98,7 @@ def test_every_training_command_knows_the_names_of_peers(monkeypatch, module):
         ("compile=False", "compile=False: a flag starts with two dashes: --compile=False"),
         ("-lr 1e-3", "-lr: a flag starts with two dashes: --lr"),
         ("--demo run", "'run' is neither a flag nor its value"),
+        (f"--data_dir a {__file__}", "is one path too many: put a pattern in quotes, such as '*.py'; see --help"),
         ("--demo False", "'False': a switch has no value, --NAME turns it on and --no_NAME off"),
         ("--demo=maybe", "--demo=maybe: it must be on or off"),
         ("--no_demo=False", "'False': a switch has no value"),

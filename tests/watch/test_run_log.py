@@ -1,4 +1,5 @@
 import contextlib
+import dataclasses
 import json
 import math
 import resource
@@ -281,12 +282,15 @@ def test_a_run_that_is_killed_while_it_goes_back_has_a_whole_log(tmp_path, monke
     assert (run / "log.txt.abandoned").read_text().splitlines() == whole
 
 
-def test_unnamed_runs_of_the_same_second_have_different_names(tmp_path):
+def test_unnamed_runs_of_the_same_second_have_different_names(tmp_path, monkeypatch):
     config = Config(log_dir=str(tmp_path), wandb="disabled")
     logs = [RunLog(config, config, TWO_RANKS, 1e9) for _ in range(3)]
     names = [log.folder.name for log in logs]
     assert len(set(names)) == 3 and any(name.endswith(".1") for name in names)
     assert [log.facts["run_name"] for log in logs] == names and all(name.startswith("gpt2-2") for name in names)
+    monkeypatch.chdir(tmp_path)
+    config = dataclasses.replace(config, init_from=".")
+    assert RunLog(config, config, TWO_RANKS, 1e9).folder.name.startswith(f"{tmp_path.name}-2")
 
 
 @pytest.mark.parametrize("name", ["", ".", "..", ".hidden", "a/b", "/tmp", "a\nb", "\udcff"])
