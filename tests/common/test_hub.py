@@ -9,11 +9,10 @@ import re
 import socket
 import threading
 
-import pytest
-
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+import pytest
 from conftest import make_items
 
 from checkpoints import hugging_face
