@@ -145,16 +145,12 @@ def complaints(arguments, flags):
         if argument.startswith("--"):
             near = [NANOGPT[name]] if NANOGPT.get(name) in flags else difflib.get_close_matches(name, flags, n=1)
             yield f"{spelled}: there is no such flag{f', did you mean --{near[0]}?' if near else ''}"
-        elif name in flags and (equals or argument.startswith("-")):
-            yield f"{argument}: a flag starts with two dashes: --{argument.lstrip('-')}"
-        elif argument.lower() in SWITCH_VALUES and not value_may_follow:
-            yield f"{argument!r}: a switch has no value, --NAME turns it on and --no_NAME off"
         elif not value_may_follow and Path(argument).exists():
             yield f"{argument} is one path too many: put a pattern in quotes, such as '*{Path(argument).suffix}'"
             return
         elif not value_may_follow:
-            yield f"{argument!r} is neither a flag nor its value"
-        value_may_follow = argument.startswith("-") and not equals
+            yield f"{argument!r} is neither a flag nor its value"  # such as --compile False
+        value_may_follow = argument.startswith("--") and not equals
 
 
 def show_help(flags_type, default):

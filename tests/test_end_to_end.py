@@ -207,7 +207,7 @@ def test_the_plan_says_what_runs(train):
         r"training +3 steps, 768 tokens, 0.18 epochs",
         r"on +flash, pad_vocab, fused_adamw \(off: tf32, autocast off, compile, bf16_residual, .*, attention sdpa\)",
         r"data +.*corpus: 3 train shards, 4,200 tokens; 1 val, 384 of 400 tokens",
-        r"step +2/3 \| loss 1\d\.\d{6} \| lr .* \| norm .* ms \| [\d,]+ tok/s \| 0m0\ds left",
+        r"step +2/3 \| loss 1\d\.\d{6} \| lr .* \| norm .* ms \| [\d,]+ tok/s \| 00:0\d left",
         r"validation loss 10\.\d{4} -> 10\.\d{4} in 3 steps; 768 tokens in all",
     ):
         assert re.search(line, text), line

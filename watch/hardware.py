@@ -48,17 +48,12 @@ PEAK_TFLOPS = {
 }
 
 
-def peak_tflops_of(name):
-    """The dense bf16 peak in TFLOP/s of a device with this name, or None if it is not in PEAK_TFLOPS."""
-    for part, peak in PEAK_TFLOPS.items():
-        if re.search(rf"\b{part}\b(?! (Laptop|D\b))", name):  # a laptop's card or China's (D) is slower
-            return peak
-    return None
-
-
 def peak_flops(device):
     """The device's dense bf16 peak in FLOP/s; 0 if it is unknown."""
-    return 1e12 * (device.type == "cuda" and peak_tflops_of(torch.cuda.get_device_name(device)) or 0)
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+    # a laptop's card or China's (D) is slower
+    known = (1e12 * peak for part, peak in PEAK_TFLOPS.items() if re.search(rf"\b{part}\b(?! (Laptop|D\b))", name))
+    return next(known, 0)
 
 
 def flops_per_token(model, seq_len):

@@ -7,6 +7,8 @@ import os
 import time
 from pathlib import Path
 
+from tqdm import tqdm
+
 from checkpoints.run_folder import (
     FLAGS,
     LOCK,
@@ -226,7 +228,7 @@ class RunLog:
             self._first_end = step, now
             return "time left unknown"
         first, end = self._first_end
-        return f"{duration((now - end) / (step - first) * (self.config.max_steps - step - 1))} left"
+        return f"{tqdm.format_interval((now - end) / (step - first) * (self.config.max_steps - step - 1))} left"
 
 
 class LogFile:
@@ -267,9 +269,3 @@ def parse_metrics_line(line):
     values = json.loads(line)
     streams = dict(train_loss="train", val_loss="val", hellaswag_acc="hella", samples="samples")
     return int(values["step"]), next((stream for key, stream in streams.items() if key in values), None)
-
-
-def duration(seconds):
-    """A duration in hours and minutes, or in minutes and seconds, such as 4h52m or 3m10s."""
-    minutes, seconds = divmod(int(seconds), 60)
-    return f"{minutes // 60}h{minutes % 60:02d}m" if minutes >= 60 else f"{minutes}m{seconds:02d}s"
