@@ -7,7 +7,7 @@ import time
 import torch
 
 from data.loader import make_batch
-from data.tokenizer import missing_tokenizer, token_bytes
+from data.tokenizer import token_bytes
 from parallel.fsdp import gathered
 from parallel.process_group import batches_of_rank
 from sample import sample_in_training
@@ -70,13 +70,11 @@ def validation_loss(losses_of, stream, config, distributed, stop=None):
 
 
 def bits_per_byte(loss, stream, config):
-    """The validation loss in bits per byte of text, or None without a tokenizer. loss: nats per token.
+    """The validation loss in bits per byte of text. loss: nats per token.
 
     The nats of all tokens, those of <|endoftext|> included, over the bytes of the text: the measure does not depend on
     the tokenizer (Gao et al. 2020, "The Pile", section 3.1).
     """
-    if missing_tokenizer():
-        return None
     tokens = stream.sequences(config.val_tokens, config.seq_len) * config.seq_len
     return loss * tokens / bytes_of_text(stream, tokens) / math.log(2)
 

@@ -124,13 +124,13 @@ def find_on_hub(repository, subset, revision):
 
 def main():
     flags = parse(Flags)
-    if flags.dataset == "auto" and flags.input is None:
-        flags.dataset = "fineweb-edu"
-    flags.out = flags.out or FOLDERS[flags.dataset]
-    if flags.input is not None and not find_input(flags.input):  # before a folder is made
+    if flags.input is None:
+        flags.dataset = flags.dataset.replace("auto", "fineweb-edu")
+    elif not find_input(flags.input):  # before a folder is made
         raise UserError(f"--input {flags.input}: no such files")
-    if flags.input is not None and (flags.subset, flags.revision) != (Flags.subset, Flags.revision):
+    elif (flags.subset, flags.revision) != (Flags.subset, Flags.revision):
         raise UserError("--subset and --revision choose files on the hub: leave them out with --input")
+    flags.out = flags.out or FOLDERS[flags.dataset]
     folder = ShardFolder(flags.out)
     try:
         with folder.lock():

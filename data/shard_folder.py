@@ -93,10 +93,8 @@ class ShardFolder:
                 if not 0 < entry["tokens"] <= len(open_shard(self.path / entry["name"])):
                     raise ValueError(f"{entry['name']} does not have {entry['tokens']} tokens")
             return progress if progress["shards"] else None
-        except ValueError as error:
+        except (OSError, ValueError) as error:
             raise UserError(f"{self.unfinished} is damaged ({error}): delete {self.path} and start again") from error
-        except OSError as error:
-            raise UserError(f"cannot read {self.unfinished}: {error.strerror}; choose another --out") from error
 
     def add(self, val, train, progress):
         """Write the next training shard, add to the validation shard, and write the progress; after the last shard

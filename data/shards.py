@@ -129,19 +129,6 @@ def manifest_entry(path):
     return dict(name=Path(path).name, tokens=len(shard), documents=documents, sha256=digest(path))
 
 
-def read_manifest(path):
-    """A manifest: {"source": where the documents come from, "shards": [manifest_entry of each]}.
-
-    Raises UserError if the file is missing or is not a manifest.
-    """
-    try:
-        return read_with_entries(path, source=dict)
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}") from error
-    except ValueError as error:
-        raise UserError(f"{path} is damaged ({error}): delete it, or make the shards again with fineweb.py") from error
-
-
 def read_with_entries(path, **fields):
     """read_json() of a file with a list `shards` of manifest entries. Raises ValueError also for a malformed entry."""
     content = read_json(path, shards=list, **fields)
@@ -152,7 +139,11 @@ def read_with_entries(path, **fields):
 
 def check_manifest(data_dir, split, found):
     """Raises UserError unless `found`, {file name: tokens}, is what the manifest lists for this split."""
-    entries = read_manifest(Path(data_dir) / MANIFEST)["shards"]
+    path = Path(data_dir) / MANIFEST
+    try:
+        entries = read_with_entries(path, source=dict)["shards"]
+    except (OSError, ValueError) as error:
+        raise UserError(f"cannot read {path} ({error}): delete it, or make the shards again with fineweb.py") from error
     listed = {entry["name"]: entry["tokens"] for entry in entries if f"_{split}_" in entry["name"]}
     if problem := first_difference(listed, found):
         raise UserError(
@@ -189,14 +180,8 @@ def identity(data_dir, shards):
 
 
 def dataset_name(data_dir):
-    """The hub's name of the dataset in a folder of shards, from its manifest or else from file names; None if unknown.
-
-    Raises UserError for a damaged manifest.
-    """
-    manifest = Path(data_dir) / MANIFEST
-    if manifest.exists():
-        return read_manifest(manifest)["source"].get("dataset")
-    paths = [path for split in ("val", "train") for path in list_shards(data_dir, split)]
+    """The hub's name of the dataset in a folder of shards, from their names; None if unknown."""
+    paths = [*list_shards(data_dir, "val"), *list_shards(data_dir, "train")]
     names = {re.sub("edu_?", "edu", path.name).partition("_")[0] for path in paths}
     return {"edufineweb": FINEWEB_EDU, "fineweb": FINEWEB}.get(names.pop()) if len(names) == 1 else None
 

@@ -99,12 +99,3 @@ def tokenize(texts):
     for text in texts:
         parts += [separator, encode(text)]
     return np.concatenate(parts, dtype=np.uint16, casting="same_kind")
-
-
-@functools.cache
-def missing_tokenizer():
-    """Why there is no tokenizer, or None: an evaluation without one goes on."""
-    try:
-        token_bytes()
-    except UserError as error:
-        return str(error)

@@ -2,8 +2,7 @@
 
 from checkpoints.run_folder import checkpoints_of
 from common.cli import python_command
-from common.errors import Note, UserError, word
-from data.tokenizer import missing_tokenizer
+from common.errors import UserError, word
 from optim.schedules import accumulation_steps, tokens_to_train
 from parallel import place
 from parallel.memory import data_ranks
@@ -38,8 +37,6 @@ def print_plan(run, notes, switches):
     device = f"{world_size} × {facts['hardware']}; PyTorch {facts['torch']}"
     device += f", CUDA {facts['cuda']}" if facts["cuda"] else ""
     device += f"; MFU is of {log.peak_flops / 1e12 / world_size:g} TFLOP/s a device" if log.peak_flops else ""
-    if config.val_every and (problem := missing_tokenizer()):
-        notes = [*notes, Note("bits_per_byte", False, problem)]
     lines = [
         ("device", device),
         ("model", f"{sizes}; {run.trainer.model.num_params():,} parameters"),

@@ -110,12 +110,11 @@ class RunLog:
         values |= {name: value for name, value in rare.items() if value is not None}
         self._record(step, tokens, values, f"{step} train {loss:.6f}\n")
 
-    def validation(self, step, tokens, loss, seconds, bits_per_byte=None):
-        """Print and log a validation loss, in nats per token, and in bits per byte if there is a tokenizer."""
-        self.val_losses[step], values, bits = loss, dict(val_loss=loss), None
-        if bits_per_byte is not None:
-            values["val_bits_per_byte"], bits = bits_per_byte, f"{bits_per_byte:.4f} bits/byte"
-        self._print(step, f"validation loss {loss:.4f}", bits, f"{seconds:.1f} s")
+    def validation(self, step, tokens, loss, seconds, bits_per_byte):
+        """Print and log a validation loss, in nats per token and in bits per byte."""
+        self.val_losses[step] = loss
+        self._print(step, f"validation loss {loss:.4f}", f"{bits_per_byte:.4f} bits/byte", f"{seconds:.1f} s")
+        values = dict(val_loss=loss, val_bits_per_byte=bits_per_byte)
         self._record(step, tokens, values, f"{step} val {loss:.4f}\n")
 
     def hellaswag(self, step, tokens, acc, acc_norm, items, seconds):

@@ -143,10 +143,6 @@ def test_the_name_of_the_dataset(tmp_path, name, dataset):
     assert dataset_name(tmp_path) is None
     (tmp_path / name).touch()
     assert dataset_name(tmp_path) == dataset
-    for source, known in ((dict(dataset="other/name"), "other/name"), (dict(files=[]), None)):
-        (tmp_path / "shards.json").write_text(json.dumps(dict(source=source, shards=[])))
-        assert dataset_name(tmp_path) == known
-    (tmp_path / "shards.json").unlink()
     (tmp_path / "text_val_000000.npy").touch()
     assert dataset_name(tmp_path) is None  # shards of several datasets
 

@@ -5,7 +5,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-import watch.plan as plan_module
 from common.cli import python_command
 from config import Config
 from data.loader import TokenStream
@@ -80,13 +79,11 @@ def test_the_plan(tmp_path, capsys, monkeypatch):
 
 def test_the_plan_of_a_resumed_run(tmp_path, capsys, monkeypatch):
     """Tokens of the steps that are left come on top of those trained on, which had other batches."""
-    monkeypatch.setattr(plan_module, "missing_tokenizer", lambda: "no network")
     config, log = make_log(tmp_path, world_size=1, batch_warmup_steps=4)
     lines = dict(plan(capsys, config, log, 1, step=8, tokens=1_000_000))
     assert lines["training"] == "10 steps, 1,004,096 tokens, 98.06 epochs" and "parallel" not in lines
     assert lines["batch"].endswith(" × 16 accumulated × 1 rank, reached after 4 steps")
     assert lines["on"] == "tf32" and lines["HellaSwag"] == "off"
-    assert lines["note"] == "bits_per_byte is off: no network"
     assert [count(number, "layer") for number in (0, 1, 2)] == ["0 layers", "1 layer", "2 layers"]
 
 
@@ -107,7 +104,7 @@ def summarize(config, log):
 def test_the_summary(tmp_path, capsys, monkeypatch):
     config, log = make_log(tmp_path, demo=True)
     for step, loss in ((0, 10.0), (4, 7.5), (8, 6.25)):
-        log.validation(step, 100 * step, loss, seconds=1.0)
+        log.validation(step, 100 * step, loss, seconds=1.0, bits_per_byte=1.0)
     capsys.readouterr()
     (log.folder / "checkpoint_000008").mkdir()
     summarize(config, log)
@@ -126,7 +123,7 @@ def test_the_summary(tmp_path, capsys, monkeypatch):
     log.close(finished=False)
 
     config, log = make_log(tmp_path, tmp_path / "run" / "checkpoint_000006", dict(step=6))
-    log.validation(6, 600, 7.0, seconds=1.0)
+    log.validation(6, 600, 7.0, seconds=1.0, bits_per_byte=1.0)
     capsys.readouterr()
     config.max_steps = 9
     summarize(config, log)

@@ -139,7 +139,7 @@ def test_a_resumed_run_repeats_no_line(tmp_path):
     log = make_log(tmp_path)
     folder = tmp_path / "run"
     for step in range(4):
-        log.validation(step, 5000 * step, 3.0 - step / 8, seconds=1.0)
+        log.validation(step, 5000 * step, 3.0 - step / 8, seconds=1.0, bits_per_byte=1.0)
         train_step(log, step)
     log.close(finished=False)
     for name, torn in (("log.txt", "4 tra"), ("metrics.jsonl", '{"step": 1, "tok')):
@@ -151,7 +151,7 @@ def test_a_resumed_run_repeats_no_line(tmp_path):
     assert read_steps(folder, "val") == read_steps(folder, "train") == [0, 1]
     assert [row["step"] for row in read_rows(folder)] == [0, 0, 1, 1]
     assert log.val_losses == {0: 3.0, 1: 2.875} and log.first_step == 2
-    log.validation(2, 10000, 1.0, seconds=1.0)
+    log.validation(2, 10000, 1.0, seconds=1.0, bits_per_byte=1.0)
     assert log.val_losses == {0: 3.0, 1: 2.875, 2: 1.0} and read_steps(folder, "val") == [0, 1, 2]
     log.close(finished=False)
     assert not list(folder.glob("*.abandoned"))
