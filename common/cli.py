@@ -145,7 +145,7 @@ def complaints(arguments, flags):
         if argument.startswith("--"):
             near = [NANOGPT[name]] if NANOGPT.get(name) in flags else difflib.get_close_matches(name, flags, n=1)
             yield f"{spelled}: there is no such flag{f', did you mean --{near[0]}?' if near else ''}"
-        elif not value_may_follow and Path(argument).exists():
+        elif not value_may_follow and os.path.exists(argument):
             yield f"{argument} is one path too many: put a pattern in quotes, such as '*{Path(argument).suffix}'"
             return
         elif not value_may_follow:

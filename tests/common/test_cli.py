@@ -98,6 +98,7 @@ def test_every_training_command_knows_the_names_of_peers(monkeypatch, module):
         ("compile=False", "'compile=False' is neither a flag nor its value"),
         ("-lr 1e-3", "'-lr' is neither a flag nor its value"),
         ("--demo run", "'run' is neither a flag nor its value"),
+        ("--demo " + "x" * 999, "xxx' is neither a flag nor its value"),  # too long for a file's name
         (f"--data_dir a {__file__}", "is one path too many: put a pattern in quotes, such as '*.py'; see --help"),
         ("--demo False", "'False' is neither a flag nor its value"),
         ("--demo=maybe", "--demo=maybe: it must be on or off"),
