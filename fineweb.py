@@ -32,7 +32,8 @@ from data.tokenizer import get_tokenizer
 REPOSITORIES = {"fineweb-edu": FINEWEB_EDU, "fineweb": FINEWEB}
 FOLDERS = {"fineweb-edu": "edu_fineweb10B", "fineweb": "fineweb10B", "auto": "my_data"}
 SHARD_SIZE = 100_000_000  # tokens; build-nanogpt's
-MIN_SPAN, MAX_SPAN = 1025, 100_000  # tokens, see validation_span(): at least a sequence of 1,024 and its last target
+# Tokens, see validation_spans(): at least a sequence of 1,024 and its last target; 100M for validation at most
+MIN_SPAN, MAX_SPAN, SPREAD = 1025, 100_000, 1_000_000_000
 SUBSET_TOKENS = {"sample-10BT": 10e9, "sample-100BT": 100e9, "sample-350BT": 350e9}  # total of the progress bar
 
 
@@ -59,7 +60,7 @@ class Flags:
     out: str | None = None
     """Folder for the shards; by default edu_fineweb10B, fineweb10B or, for your own text, my_data."""
     shard_size: int = flag(SHARD_SIZE, at_least=1)
-    """Tokens in a training shard, and at most in the validation shard."""
+    """Tokens in a training shard; of FineWeb-Edu and FineWeb also in the validation shard."""
     workers: int | None = flag(None, at_least=1)
     """Processes that tokenize; by default one for each core. The shards do not depend on it."""
     max_tokens: int | None = flag(None, at_least=1)
@@ -160,8 +161,8 @@ def fill(folder, flags):
     total = flags.max_tokens or (None if flags.input else SUBSET_TOKENS.get(flags.subset))
     bar = tqdm(total=total, initial=start, unit="tok", unit_scale=True, desc=flags.out)
     limited = first_tokens(chunks, (flags.max_tokens or sys.maxsize) - start, bar)
-    span = validation_span(flags, progress["source"])
-    shards = split_into_shards(limited, flags.shard_size, span, start, progress["skip"])
+    validation = validation_spans(flags, progress["source"])
+    shards = split_into_shards(limited, flags.shard_size, *validation, start, progress["skip"])
     with bar, ThreadPoolExecutor(1) as disk, contextlib.closing(chunks):
         writing = None
         for val, train, state, skip in shards:
@@ -203,14 +204,14 @@ def first_tokens(chunks, count, bar):
             return
 
 
-def validation_span(flags, source):
-    """See split_into_shards. Of your own text about a hundredth, so that ten pieces or more make the tenth that is for
-    validation; of FineWeb-Edu and FineWeb the whole first shard, as in build-nanogpt."""
+def validation_spans(flags, source):
+    """(span, spread) of split_into_shards. Of your own text a span is about a hundredth, so that ten or more make the
+    tenth for validation; of FineWeb-Edu and FineWeb it is the first shard, as in build-nanogpt."""
     if flags.dataset != "auto":
-        return flags.shard_size
+        return flags.shard_size, flags.shard_size
     tokens = sum(file["bytes"] for file in source["files"]) // 4  # about
     tokens = min(tokens, flags.max_tokens or tokens)
-    return min(flags.shard_size, max(MIN_SPAN, min(tokens // 100, MAX_SPAN)))
+    return max(MIN_SPAN, min(tokens // 100, MAX_SPAN)), SPREAD
 
 
 if __name__ == "__main__":

@@ -20,13 +20,12 @@ from data.shards import (
 from data.tokenizer import END_OF_TEXT
 
 
-def split_into_shards(chunks, shard_size, span, position=0, skip=0):
+def split_into_shards(chunks, shard_size, span, spread, position=0, skip=0):
     """Divide chunks of tokens into validation and training: yields (val, train, state, skip) for each training shard.
 
     chunks: an iterable of (state, tokens), where `state` says how to read the same chunk again.
-    span: of the first 10 * shard_size tokens, every 10 * span begin with `span` tokens of validation. With
-    span = shard_size these are the first `span` tokens of all. A smaller span spreads the validation over the text; the
-    first token after each cut becomes <|endoftext|>.
+    span: of the first `spread` tokens, every 10 * span begin with `span` tokens for validation. Where there are several
+    such spans, the first token after each cut becomes <|endoftext|>.
     position: tokens before the first chunk. skip: leave out so many tokens of the first chunk.
     val: (n,) uint16, the validation tokens since the last yield. train: (shard_size,) uint16; the last one is shorter,
     possibly empty. The yielded state and skip are where the next shard begins; after the last one the state is None.
@@ -34,12 +33,12 @@ def split_into_shards(chunks, shard_size, span, position=0, skip=0):
     val, train, filled = [], np.empty(shard_size, dtype=np.uint16), 0
     for state, chunk in chunks:
         while skip < len(chunk):
-            spread = position + skip < 10 * shard_size
+            in_spread = position + skip < spread
             offset = (position + skip) % (10 * span)
-            in_val = spread and offset < span
+            in_val = in_spread and offset < span
             n = min(len(chunk) - skip, span - offset if in_val else min(10 * span - offset, shard_size - filled))
             part = chunk[skip : skip + n].copy()
-            if spread and span < shard_size and offset in (0, span):
+            if in_spread and span < spread and offset in (0, span):
                 part[0] = END_OF_TEXT
             skip += n
             if in_val:

@@ -26,7 +26,7 @@ TEXTS = [
     "Text that says <|endoftext|> is text.",
     "naïve 日本語 🙂 " * 20,
     "a" * 5000,
-    *(f"Document {i} has its own length. " * (i % 7 + 1) for i in range(90)),
+    *(f"Document {i} has its own length. " * (i % 7 + 1) for i in range(300)),
 ]
 
 
@@ -65,7 +65,8 @@ def contents(folder):
 @pytest.mark.parametrize("workers", [1, 3])
 def test_shards_are_the_plain_tokens(command, documents, tmp_path, workers):
     """Byte for byte what np.save writes, for any number of workers; the last shard is shorter."""
-    done = command("fineweb.py", "--input", "docs*", "--shard_size", 997, "--workers", workers)
+    arguments = ("--input", "docs*", "--dataset", "fineweb", "--out", "my_data", "--shard_size", 997)
+    done = command("fineweb.py", *arguments, "--workers", workers)
     assert done.returncode == 0, done.stderr
     expected = plain_tokens(TEXTS)
     found = contents(tmp_path / "my_data")
@@ -75,7 +76,7 @@ def test_shards_are_the_plain_tokens(command, documents, tmp_path, workers):
         tokens = expected[i * 997 : (i + 1) * 997]
         np.save(tmp_path / "plain.npy", tokens)
         plain = (tmp_path / "plain.npy").read_bytes()
-        name = f"text_{'train' if i else 'val'}_{i:06d}.npy"
+        name = f"fineweb_{'train' if i else 'val'}_{i:06d}.npy"
         assert found[name] == plain
         digest = hashlib.sha256(plain).hexdigest()
         assert shard == dict(name=name, tokens=len(tokens), documents=sum(tokens == END_OF_TEXT), sha256=digest)
@@ -98,7 +99,7 @@ def test_odd_documents(command, tmp_path):
     ]
     column = pa.array(texts, pa.binary()).view(pa.string())
     pq.write_table(pa.table(dict(text=column)), tmp_path / "odd.parquet")
-    done = command("fineweb.py", "--input", "odd.parquet", "--out", "odd", "--shard_size", 500)
+    done = command("fineweb.py", "--input", "odd.parquet", "--dataset", "fineweb", "--out", "odd", "--shard_size", 500)
     assert done.returncode == 0, done.stderr
     expected = ["fine", "", "", "na\ufffd", "\ufffd\ufffd<|endoftext|>", "word " * 2000, "a" * 200_000, "end"]
     tokens = plain_tokens(expected)
@@ -115,11 +116,11 @@ def test_a_folder(call_main, tmp_path):
     (tmp_path / "books" / "cover.png").write_bytes(b"\x89PNG")
     (tmp_path / "books" / "old" / "b.md").write_text("old " * 60)
     (tmp_path / "books" / "old" / "c.jsonl").write_text('{"text": null}\n' * 5)
-    done = call_main("fineweb.py", "--input", "books", "--shard_size", 50)
+    done = call_main("fineweb.py", "--input", "books", "--dataset", "fineweb", "--shard_size", 50, "--out", "out")
     assert done.returncode == 0, done.stderr
     assert "5 documents have no text, first in books/old/c.jsonl" in done.stdout
     assert "3 times bytes that are not UTF-8 became U+FFFD" in done.stdout and "first in books/a.TXT" in done.stdout
-    assert np.array_equal(read_all(tmp_path / "my_data"), plain_tokens(["caf\ufffd " * 3, "old " * 60, *[""] * 5]))
+    assert np.array_equal(read_all(tmp_path / "out"), plain_tokens(["caf\ufffd " * 3, "old " * 60, *[""] * 5]))
 
 
 def test_missing_and_additional_files(command, documents, tmp_path):
@@ -142,7 +143,7 @@ def test_missing_and_additional_files(command, documents, tmp_path):
 
 
 def test_the_command(command, call_main, documents, tmp_path):
-    arguments = ("--input", "docs*", "--out", "few", "--shard_size", 100, "--max_tokens", 250)
+    arguments = ("--input", "docs*", "--dataset", "fineweb", "--out", "few", "--shard_size", 100, "--max_tokens", 250)
     done = command("fineweb.py", *arguments, env=dict(TQDM_DISABLE="1"))  # --max_tokens does not need the bar
     assert done.returncode == 0, done.stderr
     assert "250 tokens in few: 100 for validation, 150 for training" in done.stdout
@@ -224,7 +225,7 @@ def test_the_validation_of_own_text_is_spread_over_it(command, tmp_path, total):
 
 
 @pytest.mark.parametrize(
-    ("shard_size", "after"), [(333, "000001"), (333, "000003"), (333, "shards.json"), (100_000_000, "shards.json")]
+    ("shard_size", "after"), [(2000, "000001"), (2000, "000005"), (2000, "shards.json"), (100_000_000, "shards.json")]
 )
 def test_an_interrupted_call_continues(command, documents, tmp_path, shard_size, after, call_main):
     """A call that is killed and then repeated writes the same files as one call."""
@@ -247,9 +248,9 @@ def test_an_interrupted_call_continues(command, documents, tmp_path, shard_size,
     assert command(script, *arguments, "--out", "parts").returncode == 9
     with pytest.raises(UserError, match="parts is not complete"):
         open_shards(tmp_path / "parts", "val")
-    if after == "000003":  # else it begins again
+    if after == "000005":  # else it begins again
         other = call_main("fineweb.py", *arguments, "--out", "parts", "--shard_size", 500)
-        expect_error(other, "was started with", "--shard_size 333")
+        expect_error(other, "was started with", "--shard_size 2000")
         (tmp_path / "docs9.parquet").write_bytes((tmp_path / "docs0.parquet").read_bytes())
         expect_error(call_main("fineweb.py", *arguments, "--out", "parts"), "other files")
         (tmp_path / "docs9.parquet").unlink()
