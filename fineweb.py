@@ -18,9 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from tqdm import tqdm
-
 from common.cli import flag, parse, python_command
+from common.cli import progress as progress_bar
 from common.errors import UserError, first_line, run
 from common.files import regular_file
 from common.hub import answered, check_hub
@@ -159,7 +158,7 @@ def fill(folder, flags):
     chunks = tokenize_files(paths, progress["state"], flags.workers or cores, flags.max_document_mb * 2**20)
     start = sum(shard["tokens"] for shard in progress["shards"]) - progress["skip"]  # tokens before the first chunk
     total = flags.max_tokens or (None if flags.input else SUBSET_TOKENS.get(flags.subset))
-    bar = tqdm(total=total, initial=start, unit="tok", unit_scale=True, desc=flags.out)
+    bar = progress_bar(None, flags.out, total, initial=start, unit="tok", unit_scale=True, delay=0, leave=True)
     limited = first_tokens(chunks, (flags.max_tokens or sys.maxsize) - start, bar)
     validation = validation_spans(flags, progress["source"])
     shards = split_into_shards(limited, flags.shard_size, *validation, start, progress["skip"])

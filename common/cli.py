@@ -194,13 +194,13 @@ def from_here(path):
 # Progress
 
 
-def progress(iterable, title, total=None):
-    """Iterate with a progress bar on standard error, which appears after two seconds and is erased at the end.
-
-    Only rank 0 shows it, and only on a terminal.
-    """
-    disable = None if os.environ.get("RANK", "0") == "0" else True  # None: unless it is a terminal
-    return tqdm(iterable, title, total, leave=False, delay=2, disable=disable)
+def progress(iterable, title, total=None, **options):
+    """Iterate with a progress bar of rank 0 on standard error: on a terminal from the second second on, erased at the
+    end; in a pipe or a file a line every 30 seconds. options: tqdm's."""
+    own = dict(delay=2, leave=False)
+    if not sys.stderr.isatty():
+        own = dict(delay=30, mininterval=30, maxinterval=30, bar_format="{l_bar}{bar}{r_bar}\n")
+    return tqdm(iterable, title, total, disable=os.environ.get("RANK", "0") != "0", **own | options)
 
 
 def print_over_bar(line):

@@ -15,9 +15,8 @@ from dataclasses import fields
 from pathlib import Path
 
 import torch
-from tqdm import tqdm
 
-from common.cli import check_bounds
+from common.cli import check_bounds, progress
 from common.device import choose_device_type
 from common.errors import UserError
 from common.files import read_json, write_json
@@ -99,7 +98,7 @@ def measure(config, results, name, ranks):
     output = folder / f"{name}.txt"
     with (
         open(output, "w", buffering=1) as file,
-        tqdm(desc=name, total=config.max_steps, unit="step", leave=False, disable=None) as bar,
+        progress(None, name, config.max_steps, unit="step") as bar,
         subprocess.Popen(command, env=environment, **pipe) as process,
     ):
         try:

@@ -7,9 +7,8 @@ from functools import partial
 from typing import Literal
 
 import torch
-from tqdm import tqdm
 
-from common.cli import flag, parse
+from common.cli import flag, parse, progress
 from common.errors import UserError, first_line, is_out_of_memory
 from measure.child_run import OUT_OF_MEMORY
 from measure.results import Results
@@ -128,7 +127,7 @@ def time_all(kind, flags, device, cases, measure, unit, limit, note):
     """
     results = Results(flags, kind, device, (*cases[0], "forward ms", "backward ms", unit, "of limit", "peak GB"))
     note += f"; the limit is {limit:,.0f} {unit}" if limit else ""
-    for case in tqdm(cases, unit="kernel", leave=False, disable=None):
+    for case in progress(cases, kind, unit="kernel"):
         result = case | dict(facts=results.environment) | attempt(partial(measure, **case), device)
         cells = [*map(str, case.values())]
         if result["status"] == "done":

@@ -65,7 +65,7 @@ import signal
 import sample
 import train_gpt2
 from parallel import process_group
-def progress(iterable, title, total=None):
+def progress(iterable, title, total=None, **options):
     stoppable = signal.getsignal(signal.SIGTERM) != signal.SIG_DFL  # after the first step
     for number, item in enumerate(iterable):
         if number == 1 and stoppable and (title, os.environ.get("RANK", "0")) == TITLE_AND_RANK:

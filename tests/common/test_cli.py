@@ -14,7 +14,7 @@ import ladder
 import sample
 import train_gpt2
 from common import errors
-from common.cli import NANOGPT, ROOT, given, parse, python_command
+from common.cli import NANOGPT, ROOT, given, parse, progress, python_command
 from common.errors import Note, UserError
 from config import Config, defaults
 from measure.plan import PlanConfig
@@ -252,3 +252,10 @@ def test_a_full_disk_is_one_line(monkeypatch, capfd):
 def test_notes_say_on_off_or_the_value():
     texts = [str(Note("x", value, "y")) for value in (True, False, None, 0, 0.1)]
     assert texts == [f"x is {value}: y" for value in ("on", "off", "off", "0", "0.1")]
+
+
+def test_progress_in_a_pipe_is_lines(capsys):
+    assert list(progress(range(3), "work", delay=0, mininterval=0)) == [0, 1, 2]
+    lines = capsys.readouterr().err.split("\n")
+    assert len(lines) > 2 and all(line.strip().startswith("work: ") for line in lines if line.strip())
+    assert list(progress(range(3), "work")) == [0, 1, 2] and not capsys.readouterr().err  # it takes less than 30 s
