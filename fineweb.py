@@ -31,8 +31,7 @@ from data.tokenizer import get_tokenizer
 REPOSITORIES = {"fineweb-edu": FINEWEB_EDU, "fineweb": FINEWEB}
 FOLDERS = {"fineweb-edu": "edu_fineweb10B", "fineweb": "fineweb10B", "auto": "my_data"}
 SHARD_SIZE = 100_000_000  # tokens; build-nanogpt's
-# Tokens, see validation_spans(): at least a sequence of 1,024 and its last target; 100M for validation at most
-MIN_SPAN, MAX_SPAN, SPREAD = 1025, 100_000, 1_000_000_000
+MIN_SPAN, MAX_SPAN = 1025, 100_000  # tokens, see validation_spans(): at least a sequence of 1,024 and its last target
 SUBSET_TOKENS = {"sample-10BT": 10e9, "sample-100BT": 100e9, "sample-350BT": 350e9}  # total of the progress bar
 
 
@@ -41,7 +40,7 @@ class Flags:
     """Tokenize FineWeb-Edu, FineWeb or your own text with GPT-2's vocabulary into shards that train_gpt2.py reads.
 
     Shard 0 is for validation, all others for training; shards.json lists them with their SHA-256. Of your own text a
-    tenth is for validation, in pieces spread over its first billion tokens.
+    tenth is for validation, about 10M tokens at most, in pieces spread over it.
 
     Shards take 2 bytes a token, 20 GB for sample-10BT. The documents themselves are not stored.
 
@@ -204,13 +203,14 @@ def first_tokens(chunks, count, bar):
 
 
 def validation_spans(flags, source):
-    """(span, spread) of split_into_shards. Of your own text a span is about a hundredth, so that ten or more make the
-    tenth for validation; of FineWeb-Edu and FineWeb it is the first shard, as in build-nanogpt."""
+    """(span, period) of split_into_shards. Of FineWeb-Edu and FineWeb the first shard is for validation, as in
+    build-nanogpt; of your own text a tenth, in ten spans or more, and 10M tokens at most."""
     if flags.dataset != "auto":
-        return flags.shard_size, flags.shard_size
+        return flags.shard_size, None
     tokens = sum(file["bytes"] for file in source["files"]) // 4  # about
     tokens = min(tokens, flags.max_tokens or tokens)
-    return max(MIN_SPAN, min(tokens // 100, MAX_SPAN)), SPREAD
+    span = max(MIN_SPAN, min(tokens // 100, MAX_SPAN))
+    return span, max(10 * span, tokens // 100)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """The folder that fineweb.py fills with shards: file names, progress, manifest; an interrupted call continues."""
 
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -20,12 +21,12 @@ from data.shards import (
 from data.tokenizer import END_OF_TEXT
 
 
-def split_into_shards(chunks, shard_size, span, spread, position=0, skip=0):
+def split_into_shards(chunks, shard_size, span, period, position=0, skip=0):
     """Divide chunks of tokens into validation and training: yields (val, train, state, skip) for each training shard.
 
     chunks: an iterable of (state, tokens), where `state` says how to read the same chunk again.
-    span: of the first `spread` tokens, every 10 * span begin with `span` tokens for validation. Where there are several
-    such spans, the first token after each cut becomes <|endoftext|>.
+    span: every `period` tokens begin with `span` tokens for validation, and the first token after each cut becomes
+    <|endoftext|>. Without a period the first `span` tokens of all are for validation.
     position: tokens before the first chunk. skip: leave out so many tokens of the first chunk.
     val: (n,) uint16, the validation tokens since the last yield. train: (shard_size,) uint16; the last one is shorter,
     possibly empty. The yielded state and skip are where the next shard begins; after the last one the state is None.
@@ -33,12 +34,12 @@ def split_into_shards(chunks, shard_size, span, spread, position=0, skip=0):
     val, train, filled = [], np.empty(shard_size, dtype=np.uint16), 0
     for state, chunk in chunks:
         while skip < len(chunk):
-            in_spread = position + skip < spread
-            offset = (position + skip) % (10 * span)
-            in_val = in_spread and offset < span
-            n = min(len(chunk) - skip, span - offset if in_val else min(10 * span - offset, shard_size - filled))
+            offset = (position + skip) % (period or sys.maxsize)
+            in_val = offset < span
+            n = span - offset if in_val else min((period or sys.maxsize) - offset, shard_size - filled)
+            n = min(n, len(chunk) - skip)
             part = chunk[skip : skip + n].copy()
-            if in_spread and span < spread and offset in (0, span):
+            if period and offset in (0, span):
                 part[0] = END_OF_TEXT
             skip += n
             if in_val:

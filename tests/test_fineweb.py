@@ -222,6 +222,9 @@ def test_the_validation_of_own_text_is_spread_over_it(command, tmp_path, total):
     for split, own in (("val", offset < span), ("train", offset >= span)):
         (shard,) = open_shards(tmp_path / "my_data", split)
         assert np.array_equal(shard[:], expected[own])
+    source = dict(files=[dict(bytes=4_000_000_000)])
+    assert fineweb.validation_spans(fineweb.Flags(), source) == (100_000, 10_000_000)  # of 1B tokens: 10M in all
+    assert fineweb.validation_spans(fineweb.Flags(max_tokens=10_000_000), source) == (100_000, 1_000_000)
 
 
 @pytest.mark.parametrize(

@@ -168,20 +168,20 @@ def test_document_starts_in_blocks(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("sizes", [[45], [10, 10, 25], [4, 0, 9, 32], [1] * 45])
-@pytest.mark.parametrize(("span", "spread"), [(10, 10), (2, 40)])
-def test_state_and_skip_continue_with_the_next_shard(sizes, span, spread):
+@pytest.mark.parametrize(("span", "period"), [(10, None), (2, 20), (2, 7)])
+def test_state_and_skip_continue_with_the_next_shard(sizes, span, period):
     tokens = np.arange(45, dtype=np.uint16)
     chunks = list(enumerate(np.split(tokens, np.cumsum(sizes)[:-1])))
-    shards = list(split_into_shards(chunks, 10, span, spread))
-    offset = np.where(tokens < spread, tokens % (10 * span), 99)
-    if span < spread:
+    shards = list(split_into_shards(chunks, 10, span, period))
+    offset = tokens % (period or 100)
+    if period:
         tokens = np.where((offset == 0) | (offset == span), END_OF_TEXT, tokens)
     train = tokens[offset >= span]
     assert np.array_equal(np.concatenate([val for val, *_ in shards]), tokens[offset < span])
     assert [shard[1].tolist() for shard in shards] == [train[i : i + 10].tolist() for i in range(0, len(train), 10)]
     assert shards[-1][2:] == (None, 0)
     for i, (_, _, state, skip) in enumerate(shards[:-1]):
-        rest = split_into_shards(chunks[state:], 10, span, spread, sum(sizes[:state]), skip)
+        rest = split_into_shards(chunks[state:], 10, span, period, sum(sizes[:state]), skip)
         for shard, expected in zip(rest, shards[i + 1 :], strict=True):
             assert all(map(np.array_equal, shard, expected))
 
