@@ -83,11 +83,8 @@ class Checkpointer:
             print(f"the checkpoint was not written ({error}); {self.newest()}")
 
     def finish(self, step, bad_steps):
-        """Wait until everything is on disk, on all ranks. bad_steps: how many steps in a row were not finite.
-
-        Raises UserError on rank 0 if there are MAX_BAD_STEPS of them or, unless checkpoint_every is 0, if `step` is not
-        saved or its validation loss is not finite.
-        """
+        """Wait until everything is on disk, on all ranks. bad_steps: how many steps in a row were not finite. Raises
+        UserError on rank 0 if the run diverged or, unless checkpoint_every is 0, if `step` is not saved."""
         self.wait()
         if self.log:
             self._prune()  # the last validation loss is known now
@@ -121,12 +118,10 @@ class Checkpointer:
     def how_to_continue(self):
         """How a stopped run continues, in words."""
         found = checkpoints_of(self.folder)
-        if not found:
-            return "there is no checkpoint"
         command = python_command("train_gpt2.py", "--resume", self.folder)
         if self.distributed.world_size > 1:  # torchrun's own flags are not known here
             command = f"the same command with --resume {self.folder}"
-        return f"to continue from {found[0]}: {command}"
+        return f"to continue from {found[0]}: {command}" if found else self.newest()
 
     # ---- in the thread
 

@@ -72,13 +72,6 @@ class Distributed:
         The function does not wait for work that the GPU is given afterwards. The values must not change before the
         function is called.
         """
-        return self._begin(values, dist.ReduceOp.SUM)
-
-    def minimum(self, value):
-        """The smallest of all ranks' numbers, as a float."""
-        return self._begin([value], dist.ReduceOp.MIN)()[0]
-
-    def _begin(self, values, operation):
         if not dist.is_initialized() and self.device.type != "cuda":
             return lambda: [float(x) for v in values for x in (v.flatten() if isinstance(v, torch.Tensor) else [v])]
         # one tensor on the device, so that the host waits for the device once
@@ -91,7 +84,7 @@ class Distributed:
         ]
         result = torch.cat(values)
         if dist.is_initialized():
-            dist.all_reduce(result, operation)
+            dist.all_reduce(result)
         if self.device.type != "cuda":
             return result.tolist
         result = torch.empty_like(result, device="cpu", pin_memory=True).copy_(result, non_blocking=True)
@@ -103,6 +96,10 @@ class Distributed:
             return result.tolist()
 
         return wait
+
+    def minimum(self, value):
+        """The smallest of all ranks' integers."""
+        return min(tensor.item() for tensor in self.all_gather(torch.tensor(value)))
 
     def all_gather(self, tensor):
         """Every rank's tensor, of one shape and dtype: a list of CPU tensors in the order of ranks."""
@@ -169,14 +166,13 @@ def launched():
     if os.environ.get("WORLD_SIZE", "1") == "1":
         return 0, 1, 0, 1
     try:
-        rank, world_size, local_rank = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
-        ranks_of_machine = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+        ranks = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
+        return *ranks, int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     except (KeyError, ValueError) as error:
         raise UserError(
             f"RANK, WORLD_SIZE or LOCAL_RANK is missing or wrong ({first_line(error)}): start with torchrun, or "
             "set them, MASTER_ADDR and MASTER_PORT for every rank"
         ) from error
-    return rank, world_size, local_rank, ranks_of_machine
 
 
 def start_alone(device_type, reason):
@@ -193,12 +189,9 @@ def start(device_type, tensor=1, context=1, pipeline=1):
     Raises UserError if the device does not exist, if there are more ranks than GPUs, or if the ranks do not meet.
     """
     device_type = choose_device_type(device_type)
-    if device_type == "cuda" and not torch.cuda.is_available():
-        raise UserError(
-            "--device cuda, but PyTorch sees no GPU: check nvidia-smi and the PyTorch build, or use --device cpu"
-        )
-    if device_type == "mps" and not torch.backends.mps.is_available():
-        raise UserError("--device mps, but PyTorch sees no Apple GPU: use --device cpu")
+    exists = dict(cpu=True, cuda=torch.cuda.is_available(), mps=torch.backends.mps.is_available())
+    if not exists[device_type]:
+        raise UserError(f"--device {device_type}, but PyTorch sees no such GPU: check its build, or use --device cpu")
     rank, world_size, local_rank, ranks_of_machine = launched()
     if device_type == "mps" and world_size > 1:
         raise UserError("several ranks cannot share an Apple GPU: start one process, or use --device cpu")
@@ -223,7 +216,7 @@ def start(device_type, tensor=1, context=1, pipeline=1):
     except (ValueError, dist.DistError) as error:  # ValueError: MASTER_ADDR or MASTER_PORT is not set
         raise UserError(f"the ranks do not meet ({first_line(error)}): start all of them, with torchrun") from error
     fewest = Distributed(rank, world_size, device).minimum(ranks_of_machine)
-    return Distributed(rank, world_size, device, tensor, context, pipeline, int(fewest))
+    return Distributed(rank, world_size, device, tensor, context, pipeline, fewest)
 
 
 def stop():
