@@ -40,7 +40,7 @@ def assert_same(run, whole, steps=4):
 
 def test_every_layout_trains_and_resumes_as_one_rank_does(train, train_several, command, tmp_path, call_main):
     (tmp_path / "items.jsonl").write_text("".join(json.dumps(item) + "\n" for item in make_items(5)))
-    flags = "--max_steps 4 --checkpoint_every 2 --val_every 4 --sample_every 4 --hellaswag_every 4".split()
+    flags = "--max_steps 4 --checkpoint_every 2 --val_every 4 --hellaswag_every 4".split()
     flags += ["--hellaswag_data", str(tmp_path / "items.jsonl"), "--micro_batch_size", "1"]
     flags += ["--n_layer", "3"]  # two gathered together, and one alone
     flags += ["--mask_documents"]  # the blocks share the documents' boundaries
@@ -71,8 +71,8 @@ def test_every_layout_trains_and_resumes_as_one_rank_does(train, train_several, 
     for run in runs[4:]:
         assert_same(run, whole, steps=2)
     assert not (runs[2] / "checkpoint_000002" / "model.safetensors").exists()  # in pieces
-    samples = [[row["samples"] for row in metrics(run) if "samples" in row] for run in (whole, *runs)]
-    assert all(mine == samples[0][-len(mine) :] and mine for mine in samples)
+    samples = [[row["samples"] for row in metrics(run) if "samples" in row] for run in (whole, runs[2])]
+    assert samples[0] == samples[1] and len(samples[0]) == 2
 
     # onto fewer ranks, and from pieces to one file
     fewer = dict(zero3="zero3", zero2="hsdp", hsdp="zero2")

@@ -68,12 +68,15 @@ def test_gradients_losses_and_logits_are_those_of_a_whole_model(command, script)
 
 def test_training_and_checkpoints_are_those_of_one_rank(train, train_several, command, tmp_path):
     (tmp_path / "items.jsonl").write_text("".join(json.dumps(item) + "\n" for item in make_items(5)))
-    flags = "--max_steps 4 --checkpoint_every 2 --val_every 4 --sample_every 4 --hellaswag_every 4".split()
+    flags = "--max_steps 4 --checkpoint_every 2 --val_every 4 --hellaswag_every 4".split()
     flags += ["--n_layer", 1, "--n_head", 4, "--mask_documents", "--hellaswag_data", tmp_path / "items.jsonl"]
-    whole = train("whole", *flags)
+    with_samples = [*flags, "--sample_every", 4]
+    whole = train("whole", *with_samples)
     middle = "log/{}/checkpoint_000002".format
     flags_of_two = [*flags, "--tensor", 2]
-    two, again = train_several(2, dict(two=flags_of_two, again=[*flags_of_two, "--resume", middle("two")]))
+    two, again = train_several(
+        2, dict(two=[*with_samples, "--tensor", 2], again=[*flags_of_two, "--resume", middle("two")])
+    )
     more = dict(
         ddp=["--tensor", 2, "--activation_checkpointing", "selective"],
         zero3=["--tensor", 2, "--parallel", "zero3", "--resume", middle("whole"), "--micro_batch_size", 2],
@@ -84,8 +87,8 @@ def test_training_and_checkpoints_are_those_of_one_rank(train, train_several, co
         assert_same(run, whole, steps=4)
     for run in (zero3, one):
         assert_same(run, whole, steps=2)
-    samples = [[row["samples"] for row in metrics(run) if "samples" in row] for run in (whole, two, ddp, zero3)]
-    assert all(mine == samples[0][-len(mine) :] and mine for mine in samples)
+    samples = [[row["samples"] for row in metrics(run) if "samples" in row] for run in (whole, two)]
+    assert samples[0] == samples[1] and len(samples[0]) == 1
     assert command("export.py", middle("ddp"), "exported").returncode == 0
     for found, expected in ((again, two), (tmp_path / "exported", tmp_path / middle("ddp"))):  # bit for bit
         expected = weights(expected)
