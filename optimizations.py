@@ -174,16 +174,12 @@ def turn_off_unavailable(config, distributed):
     return config, notes
 
 
-def is_off(note):
-    """Whether a Note turned an optimization off."""
-    return any((note.flag, note.value) in row.off.items() for row in OPTIMIZATIONS)
-
-
 def refuse_unavailable_flags(typed, notes):
     """Raises UserError if a flag on the command line, {name: value}, was turned off."""
+    off = [item for row in OPTIMIZATIONS for item in row.off.items()]
     for note in notes:
         value = typed.get(note.flag, "auto")
-        if value != "auto" and is_off(note):
+        if value != "auto" and (note.flag, note.value) in off:
             name = note.flag if isinstance(value, bool) else f"{note.flag} {value}"
             raise UserError(f"--{name} does nothing here: {note.reason}; leave it out")
 
