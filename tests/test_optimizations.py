@@ -3,6 +3,7 @@
 from common.interrupt import StopSignal
 
 import contextlib
+import functools
 import json
 import re
 from collections import Counter
@@ -43,6 +44,7 @@ SIZES = GPTConfig(seq_len=64, vocab_size=1000, n_layer=2, n_head=2, n_embd=64)
 HALF = dict(autocast="bf16")
 COMPILED = HALF | dict(compile=True)  # two rows compile the same graph
 SDPA = dict(flash=True, attention="sdpa")
+SMALL = dict(max_steps=2, micro_batch_size=1, total_batch_size=64)  # for Triton's interpreter
 # {row: (relative tolerance of the losses, the flags that are on, the flags of both sides)}; tolerance None: it changes
 # what is learnt
 CASES = {
@@ -57,13 +59,13 @@ CASES = {
     "micro_batch": (1e-5, dict(micro_batch_size=4), dict(micro_batch_size=1)),
     "bf16_residual": (2e-3, dict(bf16_residual=True), HALF),
     "tuned_gemms": (1e-3, dict(tuned_gemms=True), COMPILED),
-    "fused_cross_entropy": (1e-5, dict(fused_cross_entropy=True), {}),
+    "fused_cross_entropy": (1e-5, dict(fused_cross_entropy=True), SMALL),
     "fused_gelu": (1e-3, dict(fused_gelu=True), HALF),
     "cudnn_packed": (1e-3, dict(attention="cudnn_packed"), HALF | SDPA),
     "flash4": (1e-3, dict(attention="flash4"), HALF | SDPA | dict(attention="cudnn_packed")),
     "adamw_8bit": (1e-3, dict(optimizer="adamw_8bit"), {}),
     "mask_documents": (1e-5, dict(mask_documents=True), {}),  # these tokens are one document a row
-    "fp8": (2e-2, dict(fp8=True), HALF | dict(total_batch_size=128, max_steps=2)),  # in Triton's interpreter
+    "fp8": (2e-2, dict(fp8=True), HALF | SMALL),
     "fp8_head": (2e-2, dict(fp8_head=True), HALF | dict(fp8=True, fused_cross_entropy=True, pad_vocab=True)),
     "activation_checkpointing": (1e-5, dict(activation_checkpointing="selective"), {}),
 }
@@ -79,7 +81,7 @@ NEEDS_A_GPU = ("tf32", "sdpa_kernel", "cudnn_packed", "flash4", "fp8_head")
 
 
 def three_steps(**flags):
-    """The losses of three steps on fixed tokens; and of the last one {(operator or GPU kernel, shapes): calls}."""
+    """The losses of max_steps steps on fixed tokens; and of the last one {(operator or GPU kernel, shapes): calls}."""
     trainer = build(replace(PLAIN, **flags), ALONE, sizes=SIZES)
     generator = torch.Generator().manual_seed(0)
     config = trainer.config
@@ -101,6 +103,9 @@ def three_steps(**flags):
         for event in profile.events()
         if event.name.startswith(("aten::", "gpt2::")) or event.device_type != torch.autograd.DeviceType.CPU
     )
+
+
+three_steps_once = functools.cache(three_steps)  # many rows are compared with the same run
 
 
 def losses(**flags):
@@ -125,13 +130,13 @@ def test_on_against_off(name, request, monkeypatch):
     if DEVICE.type == "cuda":
         wanted = replace(PLAIN, **on)
         assert turn_off_unavailable(wanted, ALONE)[0] == wanted
-    (with_it, operators), (without, others) = three_steps(**on), three_steps(**both)
+    (with_it, operators), (without, others) = three_steps(**on), three_steps_once(**both)
     assert with_it != without or operators != others, "the flag does nothing"
     assert tolerance is None or with_it == pytest.approx(without, rel=tolerance)
 
 
 def test_the_same_flags_have_the_same_operators():
-    assert three_steps() == three_steps() or DEVICE.type == "cuda"  # where sums have varying order
+    assert three_steps() == three_steps_once() or DEVICE.type == "cuda"  # where sums have varying order
 
 
 AOT_EAGER = """
@@ -155,7 +160,7 @@ def test_on_against_off_on_two_ranks(train, script, name):
 
 
 def test_each_part_of_the_recipe_changes_the_losses_after_the_first():
-    without = losses()
+    without, _ = three_steps_once()
     for name in RECIPE:
         on = {flag: getattr(Config(), flag) for flag in RUNGS[name].off}
         with_it = losses(**on)

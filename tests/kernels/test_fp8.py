@@ -1,8 +1,9 @@
 """A model with float8 GEMMs: near the plain model, with delayed scaling. On a CPU in Triton's interpreter."""
 
 import pytest
+import test_model
 import torch
-from test_model import SIZES, batch, loss_and_gradients
+from test_model import batch, loss_and_gradients
 
 from config import Config
 from model import GPT, GPTConfig
@@ -15,6 +16,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 if DEVICE == "cuda" and torch.cuda.get_device_capability() < (9, 0):
     pytest.skip("needs a Hopper GPU", allow_module_level=True)
 pytestmark = pytest.mark.gpu(cpu_too=True)
+SIZES = test_model.SIZES | dict(n_layer=1)  # the interpreter takes a second for each layer
 
 
 def models(**options):
@@ -47,7 +49,7 @@ def test_close_to_the_plain_model(fused_cross_entropy, monkeypatch):
             assert (found[name] - gradients[name]).norm() < 0.35 * gradients[name].norm(), name
         optimizer.step()
         converted.zero_grad()
-    assert len(inputs) == 2 * 12 * SIZES["n_layer"] and {x.dtype for x in inputs} == {torch.float8_e4m3fn}
+    assert len(inputs) == 2 * 12 and {x.dtype for x in inputs} == {torch.float8_e4m3fn}
 
 
 def test_scales_follow_the_mean_amax():
@@ -77,7 +79,7 @@ def test_bad_amax_leaves_the_scales():
 
 def test_float8_weights_are_those_after_the_step():
     _, converted, optimizer, x, y = models()
-    layer = converted.transformer.h[1].attn.c_proj
+    layer = converted.transformer.h[0].attn.c_proj
     converted(x, y).backward()
     with torch.no_grad():
         layer.weight.mul_(3)

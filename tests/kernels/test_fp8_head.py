@@ -46,15 +46,15 @@ def test_softmax_in_both_layouts():
     assert torch.equal(softmax8.view(torch.uint8).t(), softmax8_t.view(torch.uint8))
 
 
-@pytest.mark.parametrize("sharpness, tolerance", [(0.0, 0.01), (0.4, 0.03), (0.7, 0.05), (1.3, 0.08)])
+@pytest.mark.parametrize("sharpness, tolerance", [(0.0, 0.01), (0.7, 0.05), (1.3, 0.08)])
 def test_loss_and_gradients(sharpness, tolerance, monkeypatch):
     """In chunks, with targets that have no loss; relative errors of whole gradients, at a high and at a low loss."""
     monkeypatch.setattr(fp8_head, "LOGIT_ROWS", 64)
     tolerance *= 1 if DEVICE == "cuda" else 6  # Triton's interpreter halves some values just below a power of 2
-    x, weight, targets = head(160, 64, 301, sharpness)
+    x, weight, targets = head(96, 64, 301, sharpness)
     targets[[3, 70]] = -1
     leaves = [tensor.clone().requires_grad_() for tensor in (x, weight)]
-    loss = 0.25 * fp8_cross_entropy(leaves[0].view(2, 80, 64), leaves[1], targets.view(2, 80), 301)
+    loss = 0.25 * fp8_cross_entropy(leaves[0].view(2, 48, 64), leaves[1], targets.view(2, 48), 301)
     loss.backward()
     exact = [tensor.double().requires_grad_() for tensor in (x, weight)]
     expected = 0.25 * F.cross_entropy(exact[0] @ exact[1][:301].t(), targets, ignore_index=-1)

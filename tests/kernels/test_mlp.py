@@ -1,9 +1,5 @@
 """The fused MLP against float64: with cuBLASLt's epilogues on a GPU, else with PyTorch's operators."""
 
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -77,11 +73,6 @@ def test_operator_registration():
         torch.library.opcheck(mlp.mlp, (*leaves, keep_gelu))
         _, h, a = mlp.mlp(*leaves, keep_gelu)
         torch.library.opcheck(mlp.mlp_backward, tuple(each.detach() for each in (dy, x, w1, w2, h, a)))
-
-
-def test_import_needs_no_package_for_gpus():
-    code = "import sys, kernels.mlp; sys.exit(bool({'triton', 'cudnn', 'nvmath'} & set(sys.modules)))"
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(mlp.__file__).parent.parent)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
