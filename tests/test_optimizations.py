@@ -42,9 +42,9 @@ PLAIN = replace(
 )
 SIZES = GPTConfig(seq_len=64, vocab_size=1000, n_layer=2, n_head=2, n_embd=64)
 HALF = dict(autocast="bf16")
-COMPILED = HALF | dict(compile=True)  # two rows compile the same graph
+COMPILED = HALF | dict(compile=True, n_layer=1)  # two rows compile the same graph
 SDPA = dict(flash=True, attention="sdpa")
-SMALL = dict(max_steps=2, micro_batch_size=1, total_batch_size=64)  # for Triton's interpreter
+SMALL = dict(n_layer=1, max_steps=2, micro_batch_size=1, total_batch_size=64)  # for Triton's interpreter
 # {row: (relative tolerance of the losses, the flags that are on, the flags of both sides)}; tolerance None: it changes
 # what is learnt
 CASES = {
@@ -82,9 +82,9 @@ NEEDS_A_GPU = ("tf32", "sdpa_kernel", "cudnn_packed", "flash4", "fp8_head")
 
 def three_steps(**flags):
     """The losses of max_steps steps on fixed tokens; and of the last one {(operator or GPU kernel, shapes): calls}."""
-    trainer = build(replace(PLAIN, **flags), ALONE, sizes=SIZES)
+    config = replace(PLAIN, **flags)
+    trainer = build(config, ALONE, sizes=replace(SIZES, n_layer=config.n_layer))
     generator = torch.Generator().manual_seed(0)
-    config = trainer.config
     found = []
     for step in range(config.max_steps):
         shape = config.total_batch_size // config.seq_len, config.seq_len + 1
@@ -217,6 +217,7 @@ def test_the_readme_has_the_table():
         ("mps", dict(autocast="off"), dict(bf16_residual="--autocast bf16")),
         ("mps", {}, dict(compile="not ready for Apple GPUs", fused_cross_entropy="this is mps, not an NVIDIA GPU")),
         ("mps", {}, dict(fused_adamw="gradients are not finite")),
+        ("cpu", dict(optimizer="adamw_8bit"), dict(fused_adamw="no fused kernel for --optimizer adamw_8bit")),
         ("cpu", dict(attention="cudnn"), dict(attention="one kernel for attention")),
         ("cpu", dict(attention="flash4"), dict(attention="this is cpu, not an NVIDIA GPU")),
         ("cpu", dict(overlap_gradients=True), dict(overlap_gradients="several ranks")),

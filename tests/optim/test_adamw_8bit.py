@@ -92,19 +92,15 @@ def test_a_small_gradient_beside_a_large_one_takes_steps_of_the_learning_rate():
 
 def test_it_resumes_bit_for_bit_and_on_any_number_of_ranks(train, train_several):
     """On 3 ranks, whose shards are not even, from a checkpoint of one rank, and back."""
-    flags = "--optimizer adamw_8bit --max_steps 4 --total_batch_size 384 --micro_batch_size 4 --checkpoint_every 2"
-    flags = flags.split()
+    flags = "--optimizer adamw_8bit --n_layer 1 --max_steps 2 --total_batch_size 384 --checkpoint_every 1".split()
     one = train("one", *flags)
-    assert (
-        "fused_adamw is off: PyTorch has no fused kernel for --optimizer adamw_8bit" in (one / "output.txt").read_text()
-    )
     zero3 = [*flags, "--parallel", "zero3"]
-    ranks = train_several(3, dict(zero3=zero3, continued=[*zero3, "--resume", "log/one/checkpoint_000002"]))
+    ranks = train_several(3, dict(zero3=zero3, continued=[*zero3, "--resume", "log/one/checkpoint_000001"]))
     for run in ranks:
         assert logged(run) == pytest.approx(logged(one)[-len(logged(run)) :], abs=2e-4), run
     for run in (one, ranks[0]):
-        back = train(f"{run.name}_back", *flags, "--resume", f"log/{run.name}/checkpoint_000002", "--parallel", "ddp")
-        assert logged(back) == pytest.approx(logged(run)[2:], abs=1e-4)
+        back = train(f"{run.name}_back", *flags, "--resume", f"log/{run.name}/checkpoint_000001", "--parallel", "ddp")
+        assert logged(back) == pytest.approx(logged(run)[1:], abs=1e-4)
     for file in ("model.safetensors", "optimizer.safetensors"):
-        files = [run / "checkpoint_000004" / file for run in (one, one.with_name("one_back"))]
+        files = [run / "checkpoint_000002" / file for run in (one, one.with_name("one_back"))]
         assert filecmp.cmp(*files, shallow=False), file
