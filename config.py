@@ -334,7 +334,7 @@ def set_sizes(config, start, typed=()):
                 f"--seq_len {config.seq_len}, but {config.init_from} has {pretrained.seq_len} positions: "
                 f"use --seq_len {pretrained.seq_len}"
             )
-        if "total_batch_size" not in chosen:
+        if not resumed and "total_batch_size" not in chosen:
             tokens = min(config.total_batch_size, sum(map(len, open_shards(config.data_dir, "train"))) // 10)
             config.total_batch_size = config.seq_len * 2 ** (max(1, tokens // config.seq_len).bit_length() - 1)
         return

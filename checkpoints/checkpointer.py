@@ -135,7 +135,7 @@ class Checkpointer:
         try:
             write(folder, self.model, tensors, training, self.group)
         except (OSError, SafetensorError) as raised:
-            error, full = str(raised), is_disk_full(raised)
+            error, full = str(raised) or type(raised).__name__, is_disk_full(raised)
             if main:
                 shutil.rmtree(folder.with_name(folder.name + ".unfinished"), ignore_errors=True)
         again = [retry and full and main and self._make_room()]

@@ -47,7 +47,11 @@ def read(path):
 
 def plain_names(weights):
     """Weights by their names without the prefixes of GPT-2's parts and of wrappers (DDP's, torch.compile's), and with
-    one table for the embedding and the head. Raises ValueError if these differ."""
+    one table for the embedding and the head. Raises ValueError if these differ, and for anything but a dictionary
+    of tensors."""
+    if not isinstance(weights, dict) or not all(map(torch.is_tensor, weights.values())):
+        raise ValueError("it is not a dictionary of tensors by name")
+    weights = {str(name): weight for name, weight in weights.items()}
     weights = {re.sub(r"^(module\.|_orig_mod\.|transformer\.)*", "", name): weights[name] for name in weights}
     head = weights.pop("lm_head.weight", None)
     if head is not None and not torch.equal(head, weights.setdefault("wte.weight", head)):

@@ -105,7 +105,7 @@ def read_weights(name):
             continue
         if path.suffix != ".json":
             return read(path)
-        files = sorted(set(read_json(path, weight_map=dict)["weight_map"].values()))
+        files = sorted(set(map(str, read_json(path, weight_map=dict)["weight_map"].values())))
         return {key: tensor for part in files for key, tensor in read(find_file(name, part)).items()}
     raise FileNotFoundError(f"it has no {WEIGHTS} and no pytorch_model.bin")
 

@@ -4,6 +4,7 @@ Nothing in a checkpoint can execute when it is loaded.
 """
 
 import contextlib
+import os
 from pathlib import Path
 
 import torch
@@ -170,8 +171,8 @@ def models_near(name):
     """In words, the models in a folder that is none itself, or in the folder of a path that does not exist."""
     path = Path(name)
     folder = path if path.is_dir() else path.parent
-    found = [each for each in sorted(folder.glob("*")) if is_torch_file(each) or (each / "config.json").exists()]
+    found = [each for each in sorted(folder.glob("*")) if is_torch_file(each) or os.path.exists(each / "config.json")]
     models = [each.name for each in found if each.suffix != ".unfinished"]
-    if not models or folder == Path() or path.is_file() or (path / "config.json").exists():
+    if not models or folder == Path() or path.is_file() or os.path.exists(path / "config.json"):
         return ""
     return f"; {folder} has {', '.join(models[-5:])}"

@@ -7,6 +7,7 @@ https://docs.pytorch.org/docs/stable/distributed.checkpoint.html
 import math
 import traceback
 import warnings
+from itertools import accumulate
 from pathlib import Path
 
 import torch
@@ -19,9 +20,11 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.tensor import DTensor
 
-from common.device import fill
+from common.device import fill, local
 from common.errors import UserError, first_line
 from common.files import digest, flush_to_disk, regular_file
+
+FILE_BYTES = 2**30  # a rank's files are about this large: each is copied in memory before it is written
 
 
 def has_dtensors(model):
@@ -35,13 +38,13 @@ def is_piece(name):
 
 
 def write(folder, tensors, group):
-    """Write each rank's tensors to a file in the folder; returns {file name: SHA-256} of all ranks' files.
+    """Write each rank's tensors to files in the folder; returns {file name: SHA-256} of all ranks' files.
 
     A collective over `group` (gloo), which no other thread may use. Raises OSError on all ranks if one cannot write.
     """
     rank, error, hashes = dist.get_rank(group), None, {}
     try:
-        writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
+        writer = HuggingFaceStorageWriter(str(folder), split_into_files(tensors, group), save_distributed=True)
         dcp.save(tensors, storage_writer=writer, process_group=group)
         for path in Path(folder).glob(f"shard-{rank + 1:05d}-*.safetensors"):
             flush_to_disk(path)
@@ -56,6 +59,14 @@ def write(folder, tensors, group):
     if errors := [error for error, _ in reports if error]:
         raise OSError(errors[0])
     return {name: value for _, hashes in reports for name, value in hashes.items()}
+
+
+def split_into_files(tensors, group):
+    """{name: file number, from 1} for the tensors of all ranks."""
+    distributed = [None] * dist.get_world_size(group)
+    dist.all_gather_object(distributed, {name: local(tensor).nbytes for name, tensor in tensors.items()}, group=group)
+    sizes = {name: size for rank in distributed for name, size in rank.items()}
+    return {name: 1 + begin // FILE_BYTES for name, begin in zip(sizes, accumulate(sizes.values(), initial=0))}
 
 
 def first_failure(error):

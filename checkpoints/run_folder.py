@@ -24,13 +24,15 @@ def folder_of(log_dir, run_name):
 def make_folder(log_dir, run_name, kind):
     """Make a run's folder, if it is missing. A run without a name gets a new folder: KIND-DATE-TIME, or that with .1,
     .2, ... if another run has it. Raises UserError."""
-    unnamed = unused_name(Path(log_dir) / f"{kind}-{time.strftime('%Y%m%d-%H%M%S')}")
-    folder = unnamed if run_name is None else folder_of(log_dir, run_name)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"cannot make {error.filename}: {error.strerror}; choose another --log_dir") from error
-    return folder
+    path = Path(log_dir) / f"{kind}-{time.strftime('%Y%m%d-%H%M%S')}"
+    while True:
+        folder = unused_name(path) if run_name is None else folder_of(log_dir, run_name)
+        try:
+            folder.mkdir(parents=True, exist_ok=run_name is not None)
+            return folder
+        except OSError as error:
+            if run_name is not None or not isinstance(error, FileExistsError):  # else another process was faster
+                raise UserError(f"cannot make {error.filename}: {error.strerror}; choose another --log_dir") from error
 
 
 def lock(folder):

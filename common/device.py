@@ -43,7 +43,7 @@ def missing_compiler(device):
 def unusable_folder(variable, default):
     """Why compiled code cannot run from the folder that an environment variable names, or None.
 
-    Raises UserError if nothing can be written there: PyTorch then fails without torch.compile too.
+    Raises UserError if nothing can be written there: PyTorch imports its compiler also without torch.compile.
     """
     folder = os.environ.get(variable, default)
     try:

@@ -21,7 +21,10 @@ def regular_file(path):
 
 def read_json(path, **fields):
     """The JSON of a regular file, a dictionary with these fields, {name: type}. Raises OSError or ValueError."""
-    content = json.loads(regular_file(path).read_bytes())
+    try:
+        content = json.loads(regular_file(path).read_bytes())
+    except RecursionError as error:
+        raise ValueError("its JSON is nested too deeply") from error
     check_fields(content, **fields)
     return content
 

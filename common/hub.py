@@ -48,7 +48,7 @@ def answered():
 
     The libraries wrap it in errors that read as if a file did not exist.
     """
-    from huggingface_hub.errors import EntryNotFoundError, HTTPError
+    from huggingface_hub.errors import EntryNotFoundError, HTTPError, LocalEntryNotFoundError
 
     try:
         yield
@@ -57,8 +57,8 @@ def answered():
         while inner := chain[-1].__cause__ or chain[-1].__context__:
             chain.append(inner)
         answer = next((each for each in chain if isinstance(each, HTTPError)), error)
-        kind = FileNotFoundError if isinstance(answer, EntryNotFoundError) else OSError
-        raise kind(first_line(answer)) from error
+        missing = isinstance(answer, EntryNotFoundError) and not isinstance(answer, LocalEntryNotFoundError)  # offline
+        raise (FileNotFoundError if missing else OSError)(first_line(answer)) from error
 
 
 def find_file(name, file):

@@ -168,7 +168,9 @@ def open_parquet(path):
         file = pq.ParquetFile(source, buffer_size=2**23)  # a buffer, not all the text of a row group
         types = dict(zip(file.schema_arrow.names, file.schema_arrow.types))
     kind = types.get("text")
-    if getattr(kind, "value_type", kind) not in (pa.string(), pa.large_string(), pa.string_view()):
+    if isinstance(kind, pa.DictionaryType):
+        kind = kind.value_type
+    if kind not in (pa.string(), pa.large_string(), pa.string_view()):
         columns = ", ".join(f"{name} ({kind})" for name, kind in types.items())
         raise UserError(f"{path}: there is no column of strings named text, only {columns}")
     return file

@@ -89,6 +89,8 @@ class ShardFolder:
             return None
         try:
             progress = read_with_entries(self.unfinished, flags=dict, source=dict, state=list | None, skip=int)
+            if progress["state"] and len(progress["state"]) != 2:
+                raise ValueError(f"its state is {progress['state']}, and not [file, task]")
             for entry in progress["shards"]:
                 if not 0 < entry["tokens"] <= len(open_shard(self.path / entry["name"])):
                     raise ValueError(f"{entry['name']} does not have {entry['tokens']} tokens")

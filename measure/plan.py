@@ -86,7 +86,10 @@ def main():
         raise UserError("a plan does not know --fp8, --autocast off, --overlap_gradients, --init_from: leave them out")
     sized = replace(config)
     set_sizes(sized, None)
-    layouts = fastest(find_layouts(sized, typed), config.memory)
+    if config.gpu in ("V100", "T4"):
+        sized.autocast = "fp16"  # they have no bf16
+    kept = {*typed, *(name for name in CHOSEN if getattr(config, name) != getattr(Config, name))}  # also of --config
+    layouts = fastest(find_layouts(sized, kept), config.memory)
     batch = f"{config.total_batch_size:,} tokens a step in sequences of {config.seq_len:,}"
     print(f"{batch}, on {config.gpus} × {config.gpu} with {config.memory:g} GB\n\n{align(COLUMNS, COLUMNS, 42)}")
     for layout in layouts[:10]:

@@ -157,7 +157,8 @@ def launched():
     """
     if "WORLD_SIZE" not in os.environ:
         # of srun and mpirun, which start a process for each task, and no process group
-        tasks = max(int(os.environ.get(name, 1)) for name in ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE"))
+        counts = [os.environ.get(name, "") for name in ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE")]
+        tasks = max((int(count) for count in counts if count.isdecimal()), default=1)
         if tasks > 1:
             raise UserError(
                 f"{tasks} tasks would each do the same: start one torchrun on each machine, as docs/slurm.sh does with "

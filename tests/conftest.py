@@ -346,6 +346,8 @@ import model, reference, torch.nn.attention.varlen, train_gpt2
 model.has_varlen_attention = lambda *_: True
 torch.nn.attention.varlen.varlen_attn = reference.varlen_attn
 warnings.simplefilter("error", FutureWarning)  # a call that PyTorch deprecates
+from checkpoints import pieces
+pieces.FILE_BYTES = 100_000  # several files a rank
 for port, arguments in json.load(open(sys.argv[1])):
     os.environ["MASTER_PORT"] = str(port)
     sys.argv = ["train_gpt2.py", *arguments]

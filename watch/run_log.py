@@ -1,6 +1,7 @@
 """RunLog: the folder of a run (its flags and facts, log.txt, metrics.jsonl), what training prints, the wandb page."""
 
 import contextlib
+import dataclasses
 import json
 import math
 import os
@@ -18,6 +19,7 @@ from checkpoints.run_folder import (
     make_folder,
     run_of,
     set_aside_newer,
+    step_of,
     unused_name,
 )
 from common import flag_file
@@ -63,7 +65,14 @@ class RunLog:
             self.facts = dict(vars(config), run_name=self.folder.name, world_size=distributed.world_size)
             self.facts |= environment(device) | dict(started_in=os.getcwd(), finished=False, wandb_id=None)
             self.facts["dataset"] = dataset_name(config.data_dir)
-            if training and earlier:
+            if training and earlier and self.first_step >= config.max_steps:  # no step follows: the run stays as it is
+                if step_of(checkpoints_of(self.folder)[0]) > self.first_step:
+                    raise UserError(
+                        f"{resumed} has reached --max_steps {config.max_steps}, and {self.folder} has newer "
+                        "checkpoints: raise it to go back, or choose another --run_name"
+                    )
+                self.facts, self.flags = earlier | dict(finished=False, wandb_id=earlier.get("wandb_id")), None
+            elif training and earlier:
                 goes_back = set_aside_newer(self.folder, self.first_step)
                 # wandb's step cannot decrease, so a run that goes back has a new page
                 self.facts["wandb_id"] = None if goes_back else earlier.get("wandb_id")
@@ -192,7 +201,13 @@ class RunLog:
 
     def _write_facts(self):
         write_json(self.folder / "config.json", self.facts)
-        flag_file.write(self.folder / FLAGS, chosen_flags(self.flags), Config)
+        flags = self.flags
+        if not flags:
+            return
+        if flags.init_from != "scratch":  # sizes that were chosen by the weights and the data
+            sizes = {name: getattr(self.config, name) for name in ("seq_len", "total_batch_size")}
+            flags = dataclasses.replace(flags, **sizes)
+        flag_file.write(self.folder / FLAGS, chosen_flags(flags), Config)
 
     def _print(self, step, *columns):
         """Columns that are None, False or 0 are left out."""

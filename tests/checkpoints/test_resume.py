@@ -153,6 +153,19 @@ def test_flags_come_from_the_run_or_from_a_file(train, command, call_main):
     assert run_folder.flags_file_of(dict(resume=str(whole.parent / "checkpoint_000004"))) is None
 
 
+def test_a_run_that_takes_no_step_stays_as_it_is(train):
+    flags, drop = ("--checkpoint_every", 1, "--max_steps"), "--checkpoint_every --max_steps"
+    run = train("run", *flags, 2, drop=drop)
+    before = {path.name: path.read_text() for path in run.glob("*.yaml")}
+    train("run", *flags, 1, "--lr", 9, drop=drop)
+    expect_error(
+        train("run", *flags, 1, "--resume", run / "checkpoint_000001", drop=drop, fails=True),
+        "checkpoint_000001 has reached --max_steps 1, and log/run has newer checkpoints: raise it to go back",
+    )
+    assert {path.name: path.read_text() for path in run.glob("*.yaml")} == before
+    assert json.loads((run / "config.json").read_text())["finished"] and not [*run.glob("*.abandoned")]
+
+
 def test_torchruns_restarts_need_the_name_of_a_run(monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
     with pytest.raises(UserError, match="torchrun --max-restarts needs --run_name"):

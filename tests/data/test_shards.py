@@ -224,10 +224,10 @@ def test_a_manifest_of_something_else(tmp_path):
 def test_progress_of_something_else(tmp_path):
     write_corpus(tmp_path, sizes=(50, 60))
     entry = manifest_entry(tmp_path / "edufineweb_train_000001.npy")
-    valid = dict(flags={}, source={}, shards=[entry], state=[0, 0, 5], skip=3)
+    valid = dict(flags={}, source={}, shards=[entry], state=[0, 5], skip=3)
     contents = [valid | {name: value} for name in valid for value in (7.5, "x")]
     contents += [valid | dict(shards=[entry | wrong if isinstance(wrong, dict) else wrong]) for wrong in WRONG_ENTRIES]
-    contents += [{name: valid[name] for name in valid if name != "state"}, [valid], None]
+    contents += [{name: valid[name] for name in valid if name != "state"}, [valid], None, valid | dict(state=[0, 0, 5])]
     folder = ShardFolder(tmp_path)
     for content in contents:
         folder.unfinished.write_text(json.dumps(content))

@@ -71,6 +71,7 @@ def test_every_layout_trains_and_resumes_as_one_rank_does(train, train_several, 
     for run in runs[4:]:
         assert_same(run, whole, steps=2)
     assert not (runs[2] / "checkpoint_000002" / "model.safetensors").exists()  # in pieces
+    assert len(list((runs[2] / "checkpoint_000002").glob("shard-00001-*"))) > 2
     samples = [[row["samples"] for row in metrics(run) if "samples" in row] for run in (whole, runs[2])]
     assert samples[0] == samples[1] and len(samples[0]) == 2
 
