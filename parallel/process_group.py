@@ -10,6 +10,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 import torch.distributed.nn.functional  # before the group exists: its default arguments would keep the group alive
+from torch.distributed.rendezvous import rendezvous
 
 from common.cli import progress
 from common.device import choose_device_type
@@ -207,11 +208,19 @@ def start(device_type, tensor=1, context=1, pipeline=1):
         torch.cuda.set_device(device)
     if world_size == 1:
         return Distributed(rank, world_size, device)
+    # the others wait while rank 0 hashes or writes a checkpoint: gpt2-xl's 19 GB on a disk of 21 MB/s
+    timeout = timedelta(minutes=15)
+    # torchrun's restarts share a store: without a name of its own a rank could read an address of the attempt before.
+    # Machines count restarts apart
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if ranks_of_machine == world_size else "0"
     try:
+        store, _, _ = next(rendezvous("env://", timeout=timeout))
         dist.init_process_group(
             "nccl" if device_type == "cuda" else "gloo",
-            # the others wait while rank 0 hashes or writes a checkpoint: gpt2-xl's 19 GB on a disk of 21 MB/s
-            timeout=timedelta(minutes=15),
+            store=dist.PrefixStore(f"attempt {attempt}", store),
+            rank=rank,
+            world_size=world_size,
+            timeout=timeout,
             device_id=device if device_type == "cuda" else None,
         )
     except (ValueError, dist.DistError) as error:  # ValueError: MASTER_ADDR or MASTER_PORT is not set
