@@ -31,6 +31,7 @@ HELP = {"--help", "-h"}
 NANOGPT = dict(batch_size="micro_batch_size", block_size="seq_len", dataset="data_dir", dtype="autocast")
 NANOGPT |= dict(eval_interval="val_every", gradient_accumulation_steps="total_batch_size", learning_rate="lr")
 NANOGPT |= dict(num_samples="count", start="prompt")
+MOVED = ("sweep", "to_loss", "plan")  # former flags, now commands in measure/
 
 
 def flag(default, **facts):
@@ -142,7 +143,9 @@ def complaints(arguments, flags):
     for argument in arguments:
         spelled, equals, _ = argument.partition("=")
         name = spelled.lstrip("-").replace("-", "_")
-        if argument.startswith("--"):
+        if argument.startswith("--") and name in MOVED:
+            yield f"{spelled}: run {python_command('-m', f'measure.{name}')}"
+        elif argument.startswith("--"):
             near = [NANOGPT[name]] if NANOGPT.get(name) in flags else difflib.get_close_matches(name, flags, n=1)
             yield f"{spelled}: there is no such flag{f', did you mean --{near[0]}?' if near else ''}"
         elif not value_may_follow and os.path.exists(argument):

@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from conftest import expect_error
 
 import bench
 import export
@@ -259,3 +260,9 @@ def test_progress_in_a_pipe_is_lines(capsys):
     lines = capsys.readouterr().err.split("\n")
     assert len(lines) > 2 and all(line.strip().startswith("work: ") for line in lines if line.strip())
     assert list(progress(range(3), "work")) == [0, 1, 2] and not capsys.readouterr().err  # it takes less than 30 s
+
+
+def test_former_flags_name_their_commands(call_main):
+    for name in ("sweep", "to_loss", "plan"):
+        for script in ("train_gpt2.py", "ladder.py"):
+            expect_error(call_main(script, f"--{name}"), f"--{name}: run ", f"-m measure.{name}")
