@@ -51,8 +51,7 @@ def plain_names(weights):
     of tensors."""
     if not isinstance(weights, dict) or not all(map(torch.is_tensor, weights.values())):
         raise ValueError("it is not a dictionary of tensors by name")
-    weights = {str(name): weight for name, weight in weights.items()}
-    weights = {re.sub(r"^(module\.|_orig_mod\.|transformer\.)*", "", name): weights[name] for name in weights}
+    weights = {re.sub(r"^(module\.|_orig_mod\.|transformer\.)*", "", str(name)): weights[name] for name in weights}
     head = weights.pop("lm_head.weight", None)
     if head is not None and not torch.equal(head, weights.setdefault("wte.weight", head)):
         raise ValueError("lm_head.weight differs from wte.weight: this GPT-2's head is tied to its embedding")

@@ -355,6 +355,15 @@ for port, arguments in json.load(open(sys.argv[1])):
 """
 
 
+# Begins a script for `script`: a run whose graphs are those of --compile, but not compiled by a C++ compiler
+AOT_EAGER = """
+import functools
+import torch
+import train_gpt2
+torch.compile = functools.partial(torch.compile, backend="aot_eager")
+"""
+
+
 @pytest.fixture
 def script(tmp_path, monkeypatch):
     """Write Python code that imports the project to a file, for command or train; returns its path."""

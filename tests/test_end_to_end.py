@@ -12,7 +12,7 @@ import sys
 
 import pytest
 import torch
-from conftest import ROOT, WORDS, expect_error, logged, make_items, metrics, write_corpus
+from conftest import AOT_EAGER, ROOT, WORDS, expect_error, logged, make_items, metrics, write_corpus
 from safetensors.torch import load_file
 from transformers import GPT2LMHeadModel
 
@@ -51,10 +51,6 @@ def test_batch_and_ranks_only_divide_the_work(train):
 
 
 LOG_RECOMPILES = """
-import functools
-import torch
-import train_gpt2
-torch.compile = functools.partial(torch.compile, backend="aot_eager")  # the same graphs, without C++ compiling
 torch._logging.set_logs(recompiles=True)
 train_gpt2.main()
 """
@@ -64,7 +60,7 @@ def test_everything_runs_in_a_compiled_run(train, script, hellaswag_file):
     """Validation, HellaSwag, samples and checkpoints with compile and bf16 on: a graph a shape, none compiled twice."""
     flags = ["--compile", *EVALUATE, "--hellaswag_data", hellaswag_file, "--max_steps", 4]
     flags += ["--n_layer", 1, "--mask_documents", "--seq_len", 64]  # validation and HellaSwag then differ in shape
-    run = train("compiled", *flags, script=script(LOG_RECOMPILES))
+    run = train("compiled", *flags, script=script(AOT_EAGER + LOG_RECOMPILES))
     plain = train("plain", *flags, "--no_compile", "--autocast", "off")
     assert logged(run) == pytest.approx(logged(plain), rel=0.005)
     assert logged(run, "val") == pytest.approx(logged(plain, "val"), rel=0.005)

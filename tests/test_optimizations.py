@@ -11,7 +11,7 @@ from dataclasses import fields, replace
 
 import pytest
 import torch
-from conftest import ROOT, logged, skip_without_flash4
+from conftest import AOT_EAGER, ROOT, logged, skip_without_flash4
 
 from common.errors import UserError
 from config import Config, resolve
@@ -139,21 +139,12 @@ def test_the_same_flags_have_the_same_operators():
     assert three_steps() == three_steps_once() or DEVICE.type == "cuda"  # where sums have varying order
 
 
-AOT_EAGER = """
-import functools
-import torch
-import train_gpt2
-torch.compile = functools.partial(torch.compile, backend="aot_eager")  # the same graphs, without C++ compiling
-train_gpt2.main()
-"""
-
-
 @pytest.mark.parametrize("name", TWO_RANKS)
 def test_on_against_off_on_two_ranks(train, script, name):
     tolerance, on, both = TWO_RANKS[name]
     both = (*both, "--n_layer", 1)
     without = logged(train("off", *both, ranks=1 if name == "ddp" else 2))
-    with_it = logged(train("on", *both, *on, ranks=2, script=script(AOT_EAGER)))
+    with_it = logged(train("on", *both, *on, ranks=2, script=script(AOT_EAGER + "train_gpt2.main()\n")))
     assert with_it == pytest.approx(without, rel=tolerance)
     # overlap_gradients, whose buckets are larger than this model, is in tests/parallel/test_process_group.py
     assert with_it != without or name != "bf16_gradients", "the flag does nothing"
