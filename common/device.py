@@ -63,7 +63,7 @@ def missing_package(module):
     try:
         importlib.import_module(module)
     except ImportError as error:
-        return f"{package} cannot be imported ({first_line(error)}): pip install -r requirements.txt"
+        return f"{package} cannot be imported ({first_line(error)}): pip install -r requirements-gpu.txt"
     except Exception as error:  # releases that do not fit each other, a library or a folder that is not there
         return f"{package} cannot be used ({first_line(error)})"
 
