@@ -11,9 +11,9 @@ ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 COMMANDS = ["bench", "config", "export", "fineweb", "hellaswag", "ladder", "sample", "watch.curves"]
 COMMANDS += [f"measure.{path.stem}" for path in (ROOT / "measure").glob("*.py")]
-# Flags of torchrun and sbatch, and of every command
-OTHERS = {"help", "standalone", "nproc_per_node", "nnodes", "nodes", "max-restarts"}
-OTHERS |= {"rdzv_backend", "rdzv_endpoint", "rdzv_id"}
+# Flags of torchrun, sbatch, pip and uv, and of every command
+OTHERS = {"help", "standalone", "nproc_per_node", "nnodes", "nodes", "max-restarts", "extra", "extra-index-url"}
+OTHERS |= {"rdzv_backend", "rdzv_endpoint", "rdzv_id", "torch-backend"}
 
 
 def anchors(page):
