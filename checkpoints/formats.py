@@ -60,7 +60,6 @@ def plain_names(weights):
 
 def stored_layout(name, weight):
     """Convert a weight to the layout of OpenAI's files, or back."""
-    # mT: PyTorch 2.11's t() of a DTensor loses the order of FSDP's shards of a split layer
     return weight.mT if name.endswith(TRANSPOSED) and weight.dim() == 2 else weight
 
 

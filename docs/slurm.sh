@@ -11,7 +11,7 @@
 # SLURM sends SIGUSR1 to this script three minutes before the time limit. The script tells every rank to save and stop,
 # and requeues the job. The requeued job has the same id, so it has the same run name and continues the run.
 set -euo pipefail
-export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=170  # seconds for saving; PyTorch before 2.13 always allows 30
+export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=170  # seconds for saving, instead of 30
 
 first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 

@@ -36,6 +36,7 @@ from torch import Tensor
 from kernels import cublaslt, fp8_cast
 
 FP8_MAX = torch.finfo(torch.float8_e4m3fn).max  # 448
+PER_TENSOR = F.ScalingType.TensorWise
 HEADROOM = 2.0
 # initial amax of an activation, and of a gradient times the number of targets (the loss is a mean)
 INITIAL_ACTIVATION_AMAX = 16.0
@@ -73,8 +74,8 @@ def update_scales(modules):
     mean_amax = torch.cat([each[:-1] for each in sums]) / sums[0][-1]
     new_scales, old_scales = mean_amax * (HEADROOM / FP8_MAX), torch.cat(all_scales)
     new_scales = torch.where(new_scales.isfinite() & (new_scales > 0), new_scales, old_scales)
-    torch._foreach_copy_(all_scales, list(new_scales.split([len(scales) for scales in all_scales])))
-    torch._foreach_zero_(sums)
+    torch.foreach.copy_(all_scales, new_scales.split([len(scales) for scales in all_scales]))
+    torch.foreach.zero_(sums)
     quantize_weights(modules)
 
 
@@ -84,7 +85,7 @@ def quantize_weights(modules):
     weights = [weight for module in modules for weight in module.weights]
     scales = [scale for module in modules for scale in module.scales[-len(module.weights) :, 0]]
     pairs = [pair for module in modules for pair in module.weights_fp8]
-    torch._foreach_copy_(scales, torch._foreach_div(torch._foreach_norm(weights, float("inf")), FP8_MAX))
+    torch.foreach.copy_(scales, torch.foreach.div(torch.foreach.norm(weights, ord=float("inf")), FP8_MAX))
     for weight, scale, pair in zip(weights, scales, pairs):
         fp8_cast.quantize(weight, scale, out=pair)
 
@@ -151,7 +152,8 @@ def float8_gemm(a8, b8, scale_a, scale_b, dtype, bias=None, fast_accumulation=Fa
         out = torch.empty(len(a8), len(b8), dtype=dtype, device=a8.device)
     options = dict(scale_a=scale_a, scale_b=scale_b, bias=bias)
     if not cublaslt.gemm(a8, b8.t(), out, fast_accumulation=fast_accumulation, add=add, **options):
-        product = torch._scaled_mm(a8, b8.t(), **options, out_dtype=dtype, use_fast_accum=fast_accumulation)
+        options |= dict(output_dtype=dtype, use_fast_accum=fast_accumulation)
+        product = F.scaled_mm(a8, b8.t(), scale_recipe_a=PER_TENSOR, scale_recipe_b=PER_TENSOR, **options)
         out.copy_(out + product if add else product)
     return out
 

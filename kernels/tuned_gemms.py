@@ -10,8 +10,9 @@ Passes are documented in PyTorch's torch/_inductor/custom_graph_pass.py.
 
 import torch
 from torch import Tensor
-from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
+from torch._inductor.custom_graph_pass import CustomGraphPass
 
+from common.files import digest
 from kernels import cublaslt
 
 aten = torch.ops.aten
@@ -49,7 +50,7 @@ class TuneGemms(CustomGraphPass):
 
     def uuid(self):
         """A key for torch.compile's cache."""
-        return get_hash_for_files((__file__,)), MIN_FLOPS, cublaslt.MIN_TUNED_SIZE, MAX_TUNED_SIZE
+        return digest(__file__), MIN_FLOPS, cublaslt.MIN_TUNED_SIZE, MAX_TUNED_SIZE
 
 
 def is_tunable(x, out):

@@ -83,13 +83,10 @@ def time_collective(name, size, repeats, distributed):
     part = torch.zeros(max(1, size // (ELEMENT * n)), device=device)
     whole = torch.zeros(n * len(part), device=device)  # zeros stay zeros, however often they are summed
     received = torch.empty_like(whole) if name == "all-to-all" else None
-    # names of PyTorch 2.13, which deprecates those of 2.11
-    all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-    reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
     collective = {
         "all-reduce": partial(dist.all_reduce, whole),
-        "all-gather": partial(all_gather, whole, part),
-        "reduce-scatter": partial(reduce_scatter, part, whole),
+        "all-gather": partial(dist.all_gather_single, whole, part),
+        "reduce-scatter": partial(dist.reduce_scatter_single, part, whole),
         "all-to-all": partial(dist.all_to_all_single, received, whole),
     }[name]
 

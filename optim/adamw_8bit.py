@@ -40,7 +40,7 @@ class AdamW8bit(torch.optim.Optimizer):
         skip = self.found_inf > 0
         for group in filter(lambda group: group["params"], self.param_groups):
             states = [self.state[weight] for weight in group["params"]]
-            torch._foreach_add_([state["step"] for state in states], 1 - self.found_inf)
+            torch.foreach.add_([state["step"] for state in states], 1 - self.found_inf)
             steps, (beta1, beta2) = states[0]["step"], group["betas"]  # the same for all weights
             # numbers that change every step are tensors: torch.compile would compile each value anew
             decay = torch.tensor(1 - group["lr"] * group["weight_decay"])

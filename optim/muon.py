@@ -141,9 +141,7 @@ def from_owners(x, like, mesh):
         return x
     if mesh is None:
         gathered = x.new_empty(dist.get_world_size() * len(x), *x.shape[1:])
-        # the name of PyTorch 2.13, which deprecates that of 2.11
-        all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-        all_gather(gathered, x.contiguous())
+        dist.all_gather_single(gathered, x.contiguous())
         return gathered[: len(like)]
     world_size = mesh.size(-1)
     shard = -(-x.size(1) // world_size)

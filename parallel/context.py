@@ -24,7 +24,7 @@ split, and each rank computes sequences of its own.
 """
 
 import torch
-from torch.distributed._functional_collectives import wait_tensor
+from torch.distributed._functional_collectives import all_to_all_single
 from torch.distributed.device_mesh import init_device_mesh
 
 from common.errors import UserError
@@ -84,7 +84,7 @@ def gather_tokens(x, columns, rank, group):
     sent = x.split(columns, dim=3)
     sizes = [part.numel() for part in sent]
     received = torch.cat([part.flatten() for part in sent])
-    received = all_to_all(received, [sizes[rank]] * len(sizes), sizes, group)
+    received = all_to_all_single(received, [sizes[rank]] * len(sizes), sizes, group)
     return received.view(len(sizes), *sent[rank].shape).transpose(0, 1).flatten(1, 2)
 
 
@@ -93,14 +93,5 @@ def gather_heads(x, columns, rank, group):
     sent = x.unflatten(1, (len(columns), -1)).transpose(0, 1)  # (N, B, T/N, columns[rank])
     B, T = sent.shape[1:3]
     sizes = [B * T * width for width in columns]
-    received = all_to_all(sent.flatten(), sizes, [sizes[rank]] * len(sizes), group)
+    received = all_to_all_single(sent.flatten(), sizes, [sizes[rank]] * len(sizes), group)
     return torch.cat([part.view(B, T, -1) for part in received.split(sizes)], dim=2)
-
-
-def all_to_all(x, received, sent, group):
-    """The numbers that the ranks of group send to this one: (sum(received),). x (sum(sent),); sizes for every rank.
-
-    PyTorch's all_to_all_single_autograd returns the same. But on PyTorch 2.11 compiled activation checkpointing does
-    not recompute its result.
-    """
-    return wait_tensor(torch.ops._c10d_functional_autograd.all_to_all_single(x, received, sent, group.group_name))
