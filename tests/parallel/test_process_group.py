@@ -82,7 +82,7 @@ def test_a_port_that_is_taken(monkeypatch):
 
 @pytest.mark.parametrize("overlap", [True, False])
 def test_overlapped_gradients_split_the_compiled_graph(group, overlap):
-    torch._dynamo.reset()  # of other tests' graphs
+    torch.compiler.reset()  # of other tests' graphs
     config, count = Config(overlap_gradients=overlap), CompileCounter()
     model = GPT(GPTConfig(seq_len=8, vocab_size=301, n_layer=2, n_head=2, n_embd=128))
     compiled = torch.compile(model, backend=count, dynamic=False)

@@ -68,7 +68,7 @@ def test_figures_checkpoints_and_exports(train, train_several, command, tmp_path
 def test_all_of_a_split_model_is_compiled(two_ranks, flags, graphs):
     groups = {name: size for name, size in flags.items() if name != "parallel"}
     model = placed(7, replace(two_ranks, **groups), **flags)
-    torch._dynamo.reset()
+    torch.compiler.reset()
     count = CompileCounter()
     forward = torch.compile(model, backend=count, dynamic=False)
     with gradients.accumulation(SimpleNamespace(model=model, train_forward=forward, config=Config(**flags)), last=True):
