@@ -12,7 +12,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from kernels.attention import PACKED, has_varlen_attention
+from kernels.attention import has_varlen_attention
 from kernels.documents import NO_BOUNDARIES, Documents, find_hidden
 
 
@@ -68,12 +68,12 @@ class CausalSelfAttention(nn.Module):
         qkv = self.c_attn(x)  # (B, T, 3C)
         B, T, C = *qkv.shape[:2], qkv.size(2) // 3
         n_head = C // self.head_width  # fewer than the model's where heads are split over GPUs
-        # cudnn_packed: the gradients of q, k and v arrive in one (B, T, 3C) tensor, which c_attn's backward reads.
-        # flash4: so they do, from the faster backward of FlashAttention-4
-        if self.attention in PACKED and past is None and documents.hidden is None:
-            from kernels.packed_qkv import packed_qkv
+        # flash4: the fastest forward, cuDNN's, and the fastest backward, FlashAttention-4's, which writes the gradients
+        # of q, k and v to one (B, T, 3C) tensor, as c_attn's backward reads them
+        if self.attention == "flash4" and past is None and documents.hidden is None:
+            from kernels.flash4 import flash4
 
-            return self.c_proj(packed_qkv(qkv, n_head, documents.offsets, self.attention == "flash4")[0])
+            return self.c_proj(flash4(qkv, n_head, documents.offsets)[0])
         # mask_documents: no score between two documents is computed
         if documents.offsets is not None:
             from torch.nn.attention.varlen import varlen_attn  # imports the compiler, a second
@@ -225,8 +225,7 @@ class GPT(nn.Module):
         c = self.config
         if cache or not c.mask_documents:  # with a cache, all tokens belong to one document
             return NO_BOUNDARIES
-        varlen = c.attention in PACKED
-        varlen |= c.attention != "written_out" and has_varlen_attention(idx.device, c.n_embd // c.n_head)
+        varlen = c.attention != "written_out" and has_varlen_attention(idx.device, c.n_embd // c.n_head)
         if varlen and offsets is not None:
             return Documents(offsets=offsets)
         return Documents(hidden=find_hidden(idx, c.vocab_size - 1))

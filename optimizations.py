@@ -15,7 +15,7 @@ import torch
 from common.device import missing_compiler
 from common.errors import Note, UserError
 from kernels import needs
-from kernels.attention import CAN_USE, PACKED, SDPA_OPERATORS
+from kernels.attention import CAN_USE, SDPA_OPERATORS
 from optim.optimizer import fused_update
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -107,13 +107,8 @@ OPTIMIZATIONS = (
         needs=needs.cublaslt_epilogues, in_model=True, saves=("gpt2::mlp",),
     ),
     Optimization(
-        "cudnn_packed", dict(attention="sdpa"), "cudnn_packed",
-        "attention by cuDNN on packed qkv, on Hopper and data-center Blackwell",
-        needs=needs.cudnn_packed, on=("auto", *PACKED), in_model=True, saves=("gpt2::packed_qkv",),
-    ),
-    Optimization(
-        "flash4", dict(attention="cudnn_packed"), "flash4", "cudnn_packed on Hopper, with FlashAttention-4's backward",
-        needs=needs.flash_attention_4, on=("auto", "flash4"),
+        "flash4", dict(attention="sdpa"), "flash4", "on Hopper: attention by cuDNN, its backward by FlashAttention-4",
+        needs=needs.flash_attention_4, on=("auto", "flash4"), in_model=True, saves=("gpt2::flash4",),
     ),
     Optimization(
         "adamw_8bit", dict(optimizer="adamw"), None, "AdamW's moments in 2 bytes a parameter instead of 8",

@@ -3,7 +3,6 @@
 import torch
 from torch.backends import cuda
 
-PACKED = ("cudnn_packed", "flash4")  # the values of --attention that kernels/packed_qkv.py computes
 # The kernels that F.scaled_dot_product_attention can be limited to, with PyTorch's answer to whether it has them
 CAN_USE = dict(
     flash=cuda.can_use_flash_attention,

@@ -7,14 +7,10 @@ FlashAttention takes the documents as one sequence of tokens and the offset of e
 ("variable-length" attention), and computes no score between two documents.
 """
 
-import math
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-
-# FlashAttention-4's kernels search the list of offsets for every tile, so a launch gets about as many tokens as this
-GROUP_TOKENS = 32768
 
 
 class Documents(NamedTuple):
@@ -40,29 +36,14 @@ def find_hidden(tokens, end_of_text):
     return ((document[:, :, None] != document[:, None, :]) | future)[:, None]
 
 
-def count_groups(B, T):
-    """Number of equal groups of rows with about GROUP_TOKENS tokens each."""
-    divisors = [n for n in range(1, B + 1) if B % n == 0]
-    return min(divisors, key=lambda n: abs(math.log(B * T / n / GROUP_TOKENS)))
-
-
 def find_offsets(tokens, end_of_text):
-    """The offsets of documents among the B·T tokens, FlashAttention's cu_seqlens: (groups · N + 1,) int32.
+    """The offsets of documents among the B·T tokens, FlashAttention's cu_seqlens: (N + 1,) int32.
 
-    The rows form count_groups(B, T) groups. A group has N offsets: the first token of each of its documents, then the
-    group's end, repeated (N: padded_count of the largest group). The last offset is B·T, so the N + 1 offsets from g·N
-    on bound the documents of group g. tokens (B, T) are in host memory: a kernel launch needs the number of documents,
-    which is then known without waiting for the GPU.
+    The first token of each document, then B·T, repeated: N is padded_count of the documents. tokens (B, T) are in host
+    memory: a kernel launch needs the number of documents, which is then known without waiting for the GPU.
     """
-    groups = count_groups(*tokens.shape)
-    size = tokens.numel() // groups
-    first = first_tokens(tokens, end_of_text).reshape(groups, size)
-    ends = size * torch.arange(1, groups + 1, dtype=torch.int32)
-    offsets = ends[:, None].repeat(1, padded_count(first.sum(dim=1).max().item()))
-    group, place = first.nonzero(as_tuple=True)
-    number = first.cumsum(dim=1)[first] - 1  # of a document in its group
-    offsets[group, number] = (size * group + place).int()
-    return F.pad(offsets.flatten(), (0, 1), value=tokens.numel())
+    starts = first_tokens(tokens, end_of_text).flatten().nonzero().flatten().int()
+    return F.pad(starts, (0, padded_count(len(starts)) + 1 - len(starts)), value=tokens.numel())
 
 
 def move_offsets(offsets, device):
@@ -73,7 +54,7 @@ def move_offsets(offsets, device):
 
 
 def padded_count(count):
-    """Offsets of a group with `count` documents: the next multiple of 4, from 128 on of 8, from 256 on of 16, ...
+    """Sequences for `count` documents: the next multiple of 4, from 128 on of 8, from 256 on of 16, ...
 
     So numbers are few: cuDNN builds a plan for each. The additional sequences are empty, but take time.
     """

@@ -33,7 +33,7 @@ def bf16_instructions(config, distributed):
 
 def sdpa_kernel(config, distributed):
     if config.mask_documents and config.attention != "flash":
-        return "--mask_documents runs on the kernels flash, cudnn_packed and flash4"
+        return "--mask_documents runs on the kernels flash and flash4, or with sdpa"
     dtype = dict(bf16=torch.bfloat16, fp16=torch.float16, off=torch.float32)[config.autocast]
     return attention.missing_sdpa_kernel(config.attention, distributed.device, dtype, head_width(config))
 
@@ -91,26 +91,13 @@ def cublaslt_gemms(config, distributed):
     return nvidia_gpu(config, distributed) or bf16(config) or cublaslt.missing()
 
 
-def cudnn_packed(config, distributed):
+def flash_attention_4(config, distributed):
     if problem := nvidia_gpu(config, distributed):
         return problem
     if config.autocast == "off":
         return "it needs --autocast bf16 or fp16"
-    # A100s, consumer cards: FlashAttention-2, which scaled_dot_product_attention picks there, is the faster one
-    generation, _ = torch.cuda.get_device_capability(distributed.device)
-    if config.attention == "auto" and generation not in (9, 10):
-        name = torch.cuda.get_device_name(distributed.device)
-        return f"cuDNN's attention is fast on Hopper and data-center Blackwell, and this is {name}"
-    width, widest = head_width(config), 256 if generation == 9 else 128
-    if width % 8 or width > widest:
-        return f"cuDNN needs a head width that is a multiple of 8, {widest} at most, and it is {width}"
-    return missing_package("cudnn")
-
-
-def flash_attention_4(config, distributed):
-    """For the backward; cudnn_packed is the forward's."""
     if torch.cuda.get_device_capability(distributed.device)[0] != 9:
-        return f"FlashAttention-4 is for Hopper, and this is {torch.cuda.get_device_name(distributed.device)}"
+        return f"FlashAttention-4 is used on Hopper, and this is {torch.cuda.get_device_name(distributed.device)}"
     from kernels import flash4
 
     if (width := head_width(config)) not in flash4.WIDTHS:

@@ -17,18 +17,15 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from common.device import missing_package
 from common.errors import UserError, first_line, is_out_of_memory, run
 from kernels import flash4
-from kernels.attention import PACKED
-from kernels.packed_qkv import packed_qkv
 from measure.timing import KernelFlags, dtype_of_activations, forward_and_backward, start, time_all
 from model import causal_attention
 from watch.hardware import peak_flops
 
 LENGTHS = tuple(512 * 2**i for i in range(7))
-# Backends of F.scaled_dot_product_attention. PyTorch's own FlashAttention is version 2. Besides these: cudnn_packed,
-# cuDNN's kernels through its front end, and flash4, the same forward with FlashAttention-4's backward.
+# Backends of F.scaled_dot_product_attention. PyTorch's own FlashAttention is version 2. Besides these: flash4, cuDNN's
+# forward with FlashAttention-4's backward.
 SDPA = dict(
     efficient=SDPBackend.EFFICIENT_ATTENTION,
     FlashAttention=SDPBackend.FLASH_ATTENTION,
@@ -67,15 +64,13 @@ def candidates(device):
     """Names of the kernels to try; a kernel that does not take a size says so when it is measured."""
     if device.type != "cuda":
         return ["written out", "FlashAttention"] if device.type == "cpu" else ["written out"]
-    packed, has_flash4 = missing_package("cudnn") is None, flash4.missing() is None
-    names = ["written out", *SDPA, *["cudnn_packed"] * packed, *["FlashAttention-4"] * has_flash4]
-    return names + ["flash4"] * (packed and has_flash4)
+    return ["written out", *SDPA, *["FlashAttention-4", "flash4"] * (flash4.missing() is None)]
 
 
 def attend(name, qkv, H):
     """Causal attention, (B, T, C) or (B, H, T, D), by one kernel. qkv (B, T, 3C)."""
-    if name in PACKED:
-        return packed_qkv(qkv, H, None, name == "flash4")[0]
+    if name == "flash4":
+        return flash4.flash4(qkv, H)[0]
     q, k, v = (part.unflatten(2, (H, -1)).transpose(1, 2) for part in qkv.chunk(3, dim=2))  # (B, H, T, D)
     if name == "written out":
         return causal_attention(q, k, v, None)

@@ -61,8 +61,7 @@ CASES = {
     "tuned_gemms": (1e-3, dict(tuned_gemms=True), COMPILED),
     "fused_cross_entropy": (1e-5, dict(fused_cross_entropy=True), SMALL),
     "fused_gelu": (1e-3, dict(fused_gelu=True), HALF),
-    "cudnn_packed": (1e-3, dict(attention="cudnn_packed"), HALF | SDPA),
-    "flash4": (1e-3, dict(attention="flash4"), HALF | SDPA | dict(attention="cudnn_packed")),
+    "flash4": (1e-3, dict(attention="flash4"), HALF | SDPA),
     "adamw_8bit": (1e-3, dict(optimizer="adamw_8bit"), {}),
     "mask_documents": (1e-5, dict(mask_documents=True), {}),  # these tokens are one document a row
     "fp8": (2e-2, dict(fp8=True), HALF | SMALL),
@@ -77,7 +76,7 @@ TWO_RANKS = {
 }
 RECIPE = ("adamw", "schedule", "clipping")
 # fp8_head is slow in Triton's interpreter: test_fp8_head.py has it
-NEEDS_A_GPU = ("tf32", "sdpa_kernel", "cudnn_packed", "flash4", "fp8_head")
+NEEDS_A_GPU = ("tf32", "sdpa_kernel", "flash4", "fp8_head")
 
 
 def three_steps(**flags):
@@ -241,33 +240,25 @@ def gpu(monkeypatch):
     return gpu
 
 
-SLOW_THERE = "cuDNN's attention is fast on Hopper and data-center Blackwell, and this is "
-
-
 @pytest.mark.parametrize(
     "name, capability, asked, flags, found, reason",
     [
         ("H200", (9, 0), "auto", {}, "flash4", None),
-        ("B200", (10, 0), "auto", {}, "cudnn_packed", "FlashAttention-4 is for Hopper, and this is B200"),
-        ("A100", (8, 0), "auto", {}, "sdpa", SLOW_THERE + "A100"),
-        ("RTX 4090", (8, 9), "auto", {}, "sdpa", SLOW_THERE + "RTX 4090"),
-        ("RTX 5090", (12, 0), "auto", {}, "sdpa", SLOW_THERE + "RTX 5090"),
+        ("B200", (10, 0), "auto", {}, "sdpa", "FlashAttention-4 is used on Hopper, and this is B200"),
+        ("A100", (8, 0), "auto", {}, "sdpa", "FlashAttention-4 is used on Hopper, and this is A100"),
         ("H200", (9, 0), "auto", dict(autocast="off"), "sdpa", "it needs --autocast bf16 or fp16"),
-        ("H200", (9, 0), "auto", dict(n_embd=1280, n_head=16), "cudnn_packed", "of 32, 64, 96, 128, and it is 80"),
-        ("H200", (9, 0), "auto", dict(n_embd=1056, n_head=16), "sdpa", "a multiple of 8, 256 at most, and it is 66"),
+        ("H200", (9, 0), "auto", dict(n_embd=1280, n_head=16), "sdpa", "of 32, 64, 96, 128, and it is 80"),
         ("H200", (9, 0), "auto", dict(flash=False), "written_out", None),
         ("H200", (9, 0), "written_out", {}, "written_out", None),
         ("H200", (9, 0), "sdpa", {}, "sdpa", None),
         ("H200", (9, 0), "efficient", {}, "efficient", None),
         ("H200", (9, 0), "efficient", dict(mask_documents=True), "sdpa", "--mask_documents runs on the kernels flash,"),
         ("H200", (9, 0), "flash", dict(mask_documents=True), "flash", None),
-        ("H200", (9, 0), "cudnn_packed", dict(mask_documents=True), "cudnn_packed", None),
-        ("A100", (8, 0), "cudnn_packed", {}, "cudnn_packed", None),  # asked for: slower, but it runs
-        ("A100", (8, 0), "flash4", {}, "cudnn_packed", "FlashAttention-4 is for Hopper, and this is A100"),
+        ("H200", (9, 0), "flash4", dict(mask_documents=True), "flash4", None),
+        ("A100", (8, 0), "flash4", {}, "sdpa", "FlashAttention-4 is used on Hopper, and this is A100"),
     ],
 )
 def test_what_computes_attention(gpu, install, name, capability, asked, flags, found, reason):
-    install("cudnn", "")
     install("flash_attn.cute.interface", "")
     config, notes = turn_off_unavailable(Config(attention=asked, **flags), gpu(name, capability))
     notes = [note for note in notes if note.flag == "attention"]
@@ -283,16 +274,15 @@ def test_what_computes_attention(gpu, install, name, capability, asked, flags, f
 
 
 def test_no_flash_excludes_another_attention():
-    with pytest.raises(UserError, match="^--attention cudnn_packed needs --flash: leave out --no_flash$"):
-        resolve(Config(flash=False, attention="cudnn_packed"), ALONE)
+    with pytest.raises(UserError, match="^--attention flash4 needs --flash: leave out --no_flash$"):
+        resolve(Config(flash=False, attention="flash4"), ALONE)
 
 
 @pytest.mark.parametrize("error", ["RuntimeError('built for CUDA 12')", "ImportError('libcudnn.so is missing')"])
 @pytest.mark.parametrize(
     "module, flag, value",
     [
-        ("cudnn", "attention", "sdpa"),
-        ("flash_attn.cute.interface", "attention", "cudnn_packed"),
+        ("flash_attn.cute.interface", "attention", "sdpa"),
         ("nvmath.bindings.cublasLt", "fused_gelu", False),
         ("nvmath.bindings.cublasLt", "tuned_gemms", False),
         ("triton", "fused_cross_entropy", False),
@@ -301,7 +291,6 @@ def test_no_flash_excludes_another_attention():
     ],
 )
 def test_an_installed_package_that_cannot_be_imported_is_missing(gpu, install, module, flag, value, error):
-    install("cudnn", "")
     install(module, f"raise {error}")
     config, notes = turn_off_unavailable(Config(fp8=True), gpu("H200", (9, 0)))
     assert getattr(config, flag) == value

@@ -8,7 +8,8 @@ from test_model import SIZES, batch, loss_and_gradients, tiny
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.attention.varlen import varlen_attn
 
-from kernels.documents import NO_BOUNDARIES, count_groups, find_hidden, find_offsets, move_offsets, padded_count
+from kernels.attention import limit_sdpa
+from kernels.documents import NO_BOUNDARIES, find_hidden, find_offsets, move_offsets, padded_count
 from model import GPT, GPTConfig, causal_attention
 from optimizations import saved_operators
 from parallel.activation_checkpointing import checkpoint_activations
@@ -93,27 +94,15 @@ def test_a_cache_continues_one_document():
 
 
 @pytest.mark.parametrize("rows", ROWS.values(), ids=ROWS)
-def test_offsets_are_those_of_the_mask(rows, monkeypatch):
+def test_offsets_are_those_of_the_mask(rows):
     x, _ = tokens_of(rows)
     starts = [24 * row + column for row, columns in enumerate(rows) for column in (0, *columns)]
     offsets = find_offsets(x, END)
     assert offsets.dtype == torch.int32
     assert offsets.tolist() == starts + [72] * (padded_count(len(starts)) + 1 - len(starts))
-    monkeypatch.setattr("kernels.documents.GROUP_TOKENS", 24)
-    groups = find_offsets(x, END)
-    N = padded_count(max(map(len, rows)) + 1)
-    assert groups.shape == (3 * N + 1,) and groups[::N].tolist() == [0, 24, 48, 72]
-    for each in (offsets, groups):
-        document = torch.searchsorted(each, torch.arange(72), right=True).view(3, 24)
-        same = document[:, :, None] == document[:, None, :]
-        assert torch.equal(~find_hidden(x, END)[:, 0], same.tril())
-
-
-@pytest.mark.parametrize(
-    "B, T, groups", [(128, 1024, 4), (64, 1536, 4), (2, 65536, 2), (1, 65536, 1), (127, 1024, 1), (16, 1024, 1)]
-)
-def test_groups_have_about_as_many_tokens(B, T, groups):
-    assert count_groups(B, T) == groups
+    document = torch.searchsorted(offsets, torch.arange(72), right=True).view(3, 24)
+    same = document[:, :, None] == document[:, None, :]
+    assert torch.equal(~find_hidden(x, END)[:, 0], same.tril())
 
 
 def test_padded_count():
@@ -123,11 +112,11 @@ def test_padded_count():
 
 
 def test_the_model_takes_the_offsets_where_a_kernel_does(monkeypatch):
-    """Otherwise it takes a mask, also with cudnn_packed."""
+    """Otherwise it takes a mask, also with flash4."""
     x, y = tokens_of(ROWS["random"])
-    model, packed = (tiny(mask_documents=True, attention=each) for each in ("sdpa", "cudnn_packed"))
+    model, flash4 = (tiny(mask_documents=True, attention=each) for each in ("sdpa", "flash4"))
     expected = model(x, y)
-    assert torch.equal(packed(x, y), expected)
+    assert torch.equal(flash4(x, y), expected)
     monkeypatch.setattr("model.has_varlen_attention", lambda *_: True)
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", attention_by_hand)
     torch.testing.assert_close(model(x, y, find_offsets(x, END)), expected)
@@ -135,9 +124,7 @@ def test_the_model_takes_the_offsets_where_a_kernel_does(monkeypatch):
     assert (model(x, y, others) - expected).abs() > 1e-4
 
 
-@pytest.mark.parametrize("group_tokens", [24, 32768])
-def test_one_graph_for_any_number_of_documents(monkeypatch, group_tokens):
-    monkeypatch.setattr("kernels.documents.GROUP_TOKENS", group_tokens)
+def test_one_graph_for_any_number_of_documents(monkeypatch):
     monkeypatch.setattr("model.has_varlen_attention", lambda *_: True)
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", attention_by_hand)
     counter = CompileCounterWithBackend("aot_eager")
@@ -152,21 +139,20 @@ def test_one_graph_for_any_number_of_documents(monkeypatch, group_tokens):
 # The kernels
 
 
-def attention_on_gpu(kernel):
-    if kernel == "cuDNN":
-        pytest.importorskip("cudnn", reason="needs nvidia-cudnn-frontend")
-        if torch.cuda.get_device_capability() < (9, 0):
-            pytest.skip("cuDNN has ragged sequences on Hopper and newer")
-        from kernels.packed_qkv import packed_qkv
+@pytest.fixture(params=["flash", "cudnn"])
+def varlen_kernel(request):
+    """varlen_attn has only one of its kernels."""
+    if request.param == "cudnn" and torch.cuda.get_device_capability() < (9, 0):
+        pytest.skip("cuDNN takes documents by their offsets on Hopper and newer")
+    limit_sdpa(request.param)
+    yield
+    limit_sdpa("sdpa")
 
-        return packed_qkv
 
-    def varlen(qkv, n_head, offsets):
-        B, T, C = *qkv.shape[:2], qkv.size(2) // 3
-        q, k, v = qkv.reshape(B * T, 3, n_head, -1).unbind(1)
-        return varlen_attn(q, k, v, offsets, offsets, T, T, window_size=(-1, 0)).reshape(B, T, C), None
-
-    return varlen
+def varlen(qkv, n_head, offsets):
+    B, T, C = *qkv.shape[:2], qkv.size(2) // 3
+    q, k, v = qkv.reshape(B * T, 3, n_head, -1).unbind(1)
+    return varlen_attn(q, k, v, offsets, offsets, T, T, window_size=(-1, 0)).reshape(B, T, C), None
 
 
 def random_documents(B, T):
@@ -176,15 +162,12 @@ def random_documents(B, T):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("kernel", ["FlashAttention", "cuDNN"])
 @pytest.mark.parametrize("dtype, tolerance", [(torch.bfloat16, 1e-2), (torch.float16, 2e-3)])
 @pytest.mark.parametrize("B, T, heads, width", [(2, 1024, 12, 64), (3, 37, 2, 64), (1, 200, 5, 32), (2, 129, 3, 128)])
-def test_kernels_against_float64(kernel, B, T, heads, width, dtype, tolerance, monkeypatch):
-    attention = attention_on_gpu(kernel)
-    monkeypatch.setattr("kernels.documents.GROUP_TOKENS", T)  # each row is a group
+def test_kernels_against_float64(varlen_kernel, B, T, heads, width, dtype, tolerance):
     idx = random_documents(B, T)
     for documents in (idx, torch.full_like(idx, END), torch.zeros_like(idx)):
-        compare(attention, documents, heads, width, dtype, tolerance)
+        compare(varlen, documents, heads, width, dtype, tolerance)
 
 
 def compare(attention, idx, heads, width, dtype, tolerance):
@@ -204,24 +187,11 @@ def compare(attention, idx, heads, width, dtype, tolerance):
 
 
 @pytest.mark.gpu
-def test_registration_of_cudnns_kernel():
-    """Shapes, dtypes and strides of the fake kernel, and no output aliases an input."""
-    attention = attention_on_gpu("cuDNN")
-    checks = ("test_schema", "test_faketensor", "test_autograd_registration")
-    offsets = find_offsets(random_documents(2, 64).cpu(), END).cuda()
-    qkv = torch.randn(2, 64, 3 * 128, device="cuda").bfloat16()
-    for leaf in (qkv, qkv.clone().requires_grad_()):
-        torch.library.opcheck(attention, (leaf, 2, offsets), test_utils=checks)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("kernel", ["FlashAttention", "cuDNN"])
 @pytest.mark.parametrize("compiled", [False, True])
-def test_model_on_gpu(kernel, compiled):
-    attention_on_gpu(kernel)
+def test_model_on_gpu(varlen_kernel, compiled):
     sizes = SIZES | dict(n_embd=128, n_head=2)
     losses, gradients = [], []
-    for attention in ("written_out", "cudnn_packed" if kernel == "cuDNN" else "sdpa"):
+    for attention in ("written_out", "sdpa"):
         torch.manual_seed(1)
         model = GPT(GPTConfig(**sizes, mask_documents=True, attention=attention)).cuda()
         forward = torch.compile(model, dynamic=False, fullgraph=True) if compiled else model

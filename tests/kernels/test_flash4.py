@@ -10,8 +10,8 @@ from test_document_attention import END, compare, random_documents, tokens_of
 from test_model import SIZES
 
 from common.errors import UserError
-from kernels import flash4
-from kernels.documents import count_groups, find_hidden, find_offsets, move_offsets
+from kernels.documents import find_hidden, find_offsets, move_offsets
+from kernels.flash4 import flash4, flash4_backward
 from model import GPT, GPTConfig, causal_attention
 
 ROWS = [[5, 6, 17], [], [9]]  # columns at which the documents of each row begin, besides the first
@@ -36,33 +36,28 @@ def reference(q, k, v, out, dout, lse, *, causal, deterministic, dq, dk, dv, **d
             gradient[place] = found.transpose(0, 1)
 
 
-@pytest.mark.parametrize("groups", [None, 1, 3])
-def test_what_the_kernel_gets(monkeypatch, groups):
+@pytest.mark.parametrize("masked", [False, True])
+def test_what_the_kernel_gets(monkeypatch, masked):
     module = types.SimpleNamespace(_flash_attn_bwd=reference)
     monkeypatch.setitem(sys.modules, "flash_attn.cute.interface", module)
-    monkeypatch.setattr(flash4, "WIDTHS", (4,))
     H, D = 2, 4
     idx, _ = tokens_of(ROWS)
     B, T = idx.shape
     qkv = torch.randn(B, T, 3 * H * D, dtype=torch.float64, requires_grad=True)
     q, k, v = (part.unflatten(2, (H, D)).transpose(1, 2) for part in qkv.chunk(3, dim=2))
-    hidden = torch.ones(T, T, dtype=torch.bool).triu(1)
-    bounds = None
-    stats = (q @ k.mT / D**0.5).masked_fill(hidden, -torch.inf).logsumexp(3, keepdim=True)  # (B, H, T, 1)
-    if groups:
-        monkeypatch.setattr("kernels.documents.GROUP_TOKENS", B * T // groups)
-        hidden, bounds = find_hidden(idx, END), find_offsets(idx, END)
-        assert count_groups(B, T) == groups and bounds[-2] == bounds[-1]  # an empty document
-        stats = (
-            (q @ k.mT / D**0.5).masked_fill(hidden, -torch.inf).logsumexp(3).transpose(1, 2).contiguous()
-        )  # (B, T, H)
+    hidden, offsets = find_hidden(torch.zeros_like(idx), END), None
+    if masked:
+        hidden, offsets = find_hidden(idx, END), find_offsets(idx, END)
+        assert offsets[-2] == offsets[-1]  # an empty document
+    stats = (q @ k.mT / D**0.5).masked_fill(hidden, -torch.inf).logsumexp(3)  # (B, H, T)
+    if masked:
+        stats = stats.transpose(0, 1).flatten(1)  # (H, B·T)
     y = causal_attention(q, k, v, hidden).transpose(1, 2).flatten(2)
     dy = torch.randn_like(y)
     y.backward(dy)
-    found = torch.full_like(qkv, torch.nan)
     with torch.no_grad():
-        flash4.backward(dy, qkv, y, stats, H, found, bounds)
-    torch.testing.assert_close(found, qkv.grad)
+        inputs = dy, qkv, y, stats, H, offsets
+        torch.testing.assert_close(flash4_backward(*inputs), qkv.grad)
 
     def truncated(*_, **__):
         raise RuntimeError("Failed to add object file: Invalid ELF class")
@@ -70,29 +65,22 @@ def test_what_the_kernel_gets(monkeypatch, groups):
     folder = types.SimpleNamespace(get_cache_path=lambda: "/tmp/kernels")
     monkeypatch.setitem(sys.modules, "flash_attn.cute.cache_utils", folder)
     module._flash_attn_bwd = truncated
-    with pytest.raises(UserError, match="Invalid ELF class: delete /tmp/kernels, or use --attention cudnn_packed"):
-        flash4.backward(dy, qkv, y, stats, H, found, bounds)
-    with pytest.raises(UserError, match=r"heads of width \(4,\), not 8"):
-        flash4.backward(dy, qkv, y, stats, 1, found, bounds)
+    with pytest.raises(UserError, match="Invalid ELF class: delete /tmp/kernels, or use --attention sdpa"):
+        flash4_backward(*inputs)
+    with pytest.raises(UserError, match=r"heads of width \(32, 64, 96, 128\), not 8"):
+        flash4(qkv, 1)
 
 
 @pytest.mark.gpu(hopper=True)
 @pytest.mark.parametrize("dtype, tolerance", [(torch.bfloat16, 1e-2), (torch.float16, 2e-3)])
 @pytest.mark.parametrize("B, T, heads, width", [(2, 1024, 12, 64), (3, 37, 2, 64), (2, 200, 5, 32), (2, 129, 3, 128)])
-def test_kernel_against_float64(B, T, heads, width, dtype, tolerance, monkeypatch):
+def test_kernel_against_float64(B, T, heads, width, dtype, tolerance):
     skip_without_flash4()
-    monkeypatch.setattr("kernels.documents.GROUP_TOKENS", T)  # each row is a group
-    from kernels.packed_qkv import packed_qkv
-
     idx = random_documents(B, T)
     no_boundaries = torch.zeros_like(idx)
     for documents in (idx, torch.full_like(idx, END), no_boundaries):
-        compare(lambda *inputs: packed_qkv(*inputs, flash4_backward=True), documents, heads, width, dtype, tolerance)
-
-    def without_documents(qkv, n_head, offsets):
-        return packed_qkv(qkv, n_head, flash4_backward=True)
-
-    compare(without_documents, no_boundaries, heads, width, dtype, tolerance)
+        compare(flash4, documents, heads, width, dtype, tolerance)
+    compare(lambda qkv, n_head, offsets: flash4(qkv, n_head), no_boundaries, heads, width, dtype, tolerance)
 
 
 @pytest.mark.gpu(hopper=True)
@@ -125,14 +113,12 @@ def test_compiled_model_twice(masked):
 def test_registration():
     """Shapes, dtypes and strides of the fake kernels, and no output aliases an input."""
     skip_without_flash4()
-    from kernels.packed_qkv import packed_qkv, packed_qkv_backward
-
     checks = ("test_schema", "test_faketensor", "test_autograd_registration")
     idx = random_documents(2, 64)
     for offsets in (None, find_offsets(idx.cpu(), END).cuda()):
         qkv = torch.randn(2, 64, 3 * 128, device="cuda").bfloat16()
-        torch.library.opcheck(packed_qkv, (qkv.requires_grad_(), 2, offsets, True), test_utils=checks)
+        torch.library.opcheck(flash4, (qkv.requires_grad_(), 2, offsets), test_utils=checks)
         with torch.no_grad():
-            y, stats = packed_qkv(qkv, 2, offsets)
-            inputs = (torch.randn_like(y), qkv.detach(), y, stats, 2, offsets, True)
-            torch.library.opcheck(packed_qkv_backward, inputs, test_utils=checks)
+            y, stats = flash4(qkv, 2, offsets)
+            inputs = (torch.randn_like(y), qkv.detach(), y, stats, 2, offsets)
+            torch.library.opcheck(flash4_backward, inputs, test_utils=checks)
