@@ -24,6 +24,7 @@ from parallel.activation_checkpointing import COLLECTIVES, GEMMS
 USES = {
     ("kernels/documents.py", "torch._dynamo.mark_dynamic"): "one graph for any number of documents",
     ("kernels/flash4.py", "flash_attn.cute.interface._flash_attn_bwd"): "a backward with packed gradients",
+    ("kernels/flash4.py", "torch.ops.aten._scaled_dot_product_cudnn_attention"): "a forward with the log-sum-exp",
     ("kernels/fp8_head.py", "torch.ops.aten.embedding_dense_backward"): "the targets' part of the head's gradient",
     ("kernels/mlp.py", "torch.ops.aten.gelu_backward"): "GELU's gradient where cuBLASLt has no epilogue",
     ("kernels/tuned_gemms.py", "torch._inductor.custom_graph_pass.CustomGraphPass"): "a pass over compiled graphs",
