@@ -137,15 +137,22 @@ def install(tmp_path, monkeypatch):
         (folder / f"{name}.py").write_text(code)
         monkeypatch.syspath_prepend(tmp_path / "installed")
         top = module.partition(".")[0]
-        for loaded in [loaded for loaded in sys.modules if loaded.partition(".")[0] == top]:
+        for loaded in modules_of(top):
             monkeypatch.delitem(sys.modules, loaded)
+        replaced.add(top)
         forget()
+
+    def modules_of(*packages):
+        return [loaded for loaded in sys.modules if loaded.partition(".")[0] in packages]
 
     def forget():
         for cached in (missing_package, cublaslt.missing, cublaslt.library):
             cached.cache_clear()
 
+    replaced = set()
     yield install
+    for loaded in modules_of(*replaced):
+        del sys.modules[loaded]
     forget()
 
 

@@ -312,7 +312,7 @@ def test_the_readmes_lines_run_in_their_order(call_main, tmp_path):
 def test_the_readme_names_every_command_and_folder():
     readme = (ROOT / "README.md").read_text()
     folders = [path.parent.name + "/" for path in ROOT.glob("*/__init__.py")]
-    for name in [path.name for path in ROOT.glob("*.py")] + folders:
+    for name in [path.name for path in ROOT.glob("*.py") if path.name != "setup.py"] + folders:
         assert name in readme, name
 
 
