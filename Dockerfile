@@ -20,6 +20,7 @@ RUN python3 -m venv /opt/uv \
     && /opt/uv/bin/pip install --no-cache-dir uv==0.13.9 \
     && /opt/uv/bin/uv sync --frozen --extra gpu --no-install-project --no-cache --compile-bytecode
 
-ENV PATH=/opt/venv/bin:$PATH TORCHINDUCTOR_CACHE_DIR=/root/.cache/torchinductor TRITON_CACHE_DIR=/root/.cache/triton
+ENV PATH=/opt/venv/bin:$PATH TORCHINDUCTOR_CACHE_DIR=/root/.cache/torchinductor TRITON_CACHE_DIR=/root/.cache/triton \
+    FLASH_ATTENTION_CUTE_DSL_CACHE_DIR=/root/.cache/flash_attention
 COPY . .
 CMD ["python", "train_gpt2.py"]
