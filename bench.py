@@ -1,13 +1,15 @@
-"""Time the training step on random tokens: no data, no evaluations, no files.
+"""Time the training step on random tokens: no data, no evaluations.
 
 python bench.py                                    # GPT-2 124M with the default optimizations, on one GPU
 python bench.py --steps 50 --fp8 --no_flash        # any flag of train_gpt2.py
+python bench.py --record my_gpu.json               # a file to send
 torchrun --standalone --nproc_per_node=8 bench.py
 """
 
 import common.interrupt  # first: Ctrl-C during the other imports
 from common.interrupt import StopSignal
 
+import os
 import statistics
 from dataclasses import dataclass, replace
 
@@ -15,14 +17,18 @@ import torch
 
 from common.cli import flag, progress
 from common.errors import UserError, out_of_memory, run
+from common.files import write_json
 from config import GROUPS, SETTLING_STEPS, Config, read_command_line, resolve
 from data.loader import make_batch
 from data.tokenizer import END_OF_TEXT
+from optimizations import plan_switches
 from parallel import place, process_group
 from parallel.memory import free_memory, less_memory
 from train_gpt2 import build, train_step
-from watch.hardware import environment, flops_per_token, mfu, peak_flops, peak_memory
+from watch.hardware import ask_nvidia_smi, environment, flops_per_token, gpu_facts, mfu, peak_flops, peak_memory
 from watch.plan import note_lines
+
+SIZES = ("n_layer", "n_head", "n_embd", "seq_len", "micro_batch_size", "total_batch_size", "seed")  # in a record
 
 
 @dataclass
@@ -33,13 +39,15 @@ class Timing:
 
     steps: int = flag(20, at_least=1)
     """Steps that are timed, after a few that warm up."""
+    record: str | None = None
+    """Write command, versions, GPU, clocks and the time of every step to this new JSON file, to send or to keep."""
 
 
 @dataclass
 class BenchConfig(Timing, Config):
     """Time the training step on random tokens.
 
-    Takes every flag of train_gpt2.py. It reads no data, evaluates nothing and writes nothing.
+    Takes every flag of train_gpt2.py. It reads no data, evaluates nothing and writes nothing but --record's file.
     """
 
     GROUPS = (Timing, *GROUPS)
@@ -54,9 +62,20 @@ def main():
     if config.init_from != "scratch" or config.resume not in ("auto", "never"):
         raise UserError("bench.py starts from random weights: leave out --init_from and --resume")
     distributed = process_group.start(config.device, config.tensor, config.context, config.pipeline)
+    distributed.on_main(lambda: check_new(config.record))
     with out_of_memory(less_memory()):
         time_steps(config, distributed, typed)
     process_group.stop()
+
+
+def check_new(path):
+    """Raises UserError if a file exists or cannot be written. path: None is no file."""
+    try:
+        if path:
+            open(path, "x").close()
+            os.unlink(path)
+    except OSError as error:
+        raise UserError(f"--record {path}: it cannot be written as a new file: {error.strerror}") from error
 
 
 def time_steps(config, distributed, typed):
@@ -70,17 +89,22 @@ def time_steps(config, distributed, typed):
     tokens = torch.randint(END_OF_TEXT, (B, T + 1))
     tokens[torch.rand(B, T + 1) < 1e-3] = END_OF_TEXT  # documents of 1,000 tokens, FineWeb-Edu's mean
     batch = make_batch(tokens[:, :-1], tokens[:, 1:], distributed.device)
-    results = []
+    results, asked = [], None
     common.interrupt.end_at_once()  # a KeyboardInterrupt during compilation may abort the process
     with out_of_memory(less_memory(B)):
         for step in progress(range(SETTLING_STEPS + config.steps), "steps"):
+            if step == SETTLING_STEPS and config.record and distributed.is_main:
+                asked = ask_nvidia_smi(distributed.device)  # answers while the steps run
             results.append(train_step(trainer, config.batch_warmup_steps + step, lambda: batch, StopSignal()))
     if distributed.is_main:
-        report(trainer, results)
+        measured = report(trainer, results)
+        if config.record:
+            write_record(config, distributed, measured, gpu_facts(asked))
 
 
 def report(trainer, results):
-    """Print the median rate. results: the StepResult of every step, warm-up included."""
+    """Print the median rate, and return what a record has of it. results: the StepResult of every step, warm-up
+    included."""
     config, distributed = trainer.config, trainer.distributed
     step = statistics.median(result.seconds for result in results[SETTLING_STEPS:])
     rate = results[-1].tokens / step
@@ -92,6 +116,23 @@ def report(trainer, results):
     devices = f"{distributed.world_size} × {environment(distributed.device)['hardware']}"
     devices += f", {place.describe(config, distributed)}" if distributed.world_size > 1 else ""
     print(f"first step {results[0].seconds:.1f} s; {devices}; PyTorch {torch.__version__}")
+    return dict(
+        tokens_per_second=round(rate),
+        mfu_percent=reached and round(100 * reached, 1),
+        peak_gb=round(memory, 2),
+        first_step_seconds=round(results[0].seconds, 1),
+        ms=[round(1000 * result.seconds, 2) for result in results],
+        settling_steps=SETTLING_STEPS,  # the first of ms, which the median leaves out
+    )
+
+
+def write_record(config, distributed, measured, gpu):
+    """Write --record's file. measured: of report(); gpu: rank 0's, of gpu_facts()."""
+    facts = environment(distributed.device) | dict(gpus=distributed.world_size, gpu=gpu)
+    facts |= {name: getattr(config, name) for name in SIZES}
+    on = [name for name, is_on in plan_switches(config).items() if is_on]
+    write_json(config.record, facts | dict(on=on) | measured)
+    print(f"record: {config.record}")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,9 @@
+import json
 import re
+import statistics
 
 import pytest
+import torch
 from conftest import TINY, expect_error
 
 
@@ -13,6 +16,24 @@ def test_it_times_steps_and_leaves_nothing(command, tmp_path, ranks, autocast):
     rate, ms = (float(text.replace(",", "")) for text in rates[0])
     assert rate * ms / 1000 == pytest.approx(256, rel=0.01)  # the tokens of a step
     assert not list(tmp_path.iterdir())
+
+
+def test_a_record_has_all_steps_and_replaces_no_file(call_main, tmp_path):
+    flags = (*TINY, "--steps", 2, "--record", "record.json")
+    done = call_main("bench.py", *flags)
+    assert done.returncode == 0, done.stderr
+    record = json.loads((tmp_path / "record.json").read_text())
+    timed = record["ms"][record["settling_steps"] :]
+    assert len(timed) == 2 and record["tokens_per_second"] == pytest.approx(
+        256_000 / statistics.median(timed), rel=0.01
+    )
+    assert f"{record['tokens_per_second']:,} tokens/sec" in done.stdout
+    assert record["torch"] == torch.__version__ and record["seed"] == 1337 and "--n_embd 32" in record["command"]
+    assert "pad_vocab" in record["on"] and "compile" not in record["on"]
+    assert record["gpu"] is None and record["gpus"] == 1
+    for path in ("record.json", "no_such_folder/record.json"):
+        expect_error(call_main("bench.py", *flags[:-1], path), f"--record {path}: it cannot be written")
+    assert [path.name for path in tmp_path.iterdir()] == ["record.json"]
 
 
 @pytest.mark.parametrize(

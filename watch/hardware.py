@@ -1,5 +1,6 @@
 """The hardware a run uses: its peak FLOP/s for MFU, peak memory, and the environment recorded in config.json."""
 
+import importlib.metadata
 import platform
 import re
 import resource
@@ -75,20 +76,57 @@ def peak_memory(device):
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**30 if sys.platform == "darwin" else 2**20)
 
 
+# Packages whose version may change a step's time
+PACKAGES = ("nvidia-cublas", "triton", "nvmath-python", "flash-attn-4", "nvidia-cutlass-dsl", "quack-kernels")
+GPU_FACTS = ("driver_version", "power.limit", "power.draw", "temperature.gpu", "clocks.sm", "clocks.mem")
+GPU_FACTS += ("clocks.max.sm", "clocks.max.mem")
+
+
 def environment(device):
     """{name: value} of versions, hardware, command and git commit. A value that does not apply is None."""
-    try:
-        git = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True)
-        commit = git.stdout.strip() if git.returncode == 0 else None  # None: not a checkout
-    except FileNotFoundError:
-        commit = None  # git is not installed
     gpu = device.type == "cuda"
     return dict(
         python=platform.python_version(),
         torch=torch.__version__,
         cuda=torch.version.cuda if gpu else None,
         cudnn=torch.backends.cudnn.version() if gpu else None,
+        packages={name: installed_version(name) for name in PACKAGES} if gpu else None,
         hardware=torch.cuda.get_device_name(device) if gpu else f"{platform.machine()} {device.type}",
         command=shlex.join(sys.argv),
-        git_commit=commit,
+        git_commit=git_commit(),
     )
+
+
+def git_commit():
+    """The commit of this code, followed by "-dirty" if files differ from it. None: no checkout, or no git."""
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    try:
+        git = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    except FileNotFoundError:
+        return None
+    return git.stdout.strip() if git.returncode == 0 else None
+
+
+def installed_version(package):
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def ask_nvidia_smi(device):
+    """Start nvidia-smi, which takes a part of a second to answer gpu_facts(). None: no NVIDIA GPU, or no nvidia-smi."""
+    if device.type != "cuda":
+        return None
+    gpu = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
+    command = ["nvidia-smi", f"--id={gpu}", f"--query-gpu={','.join(GPU_FACTS)}", "--format=csv,noheader,nounits"]
+    try:
+        return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    except FileNotFoundError:
+        return None
+
+
+def gpu_facts(nvidia_smi):
+    """{name: text} of GPU_FACTS as ask_nvidia_smi() found them, in W, °C and MHz; None without an answer."""
+    values = nvidia_smi.communicate()[0].strip().split(", ") if nvidia_smi else []
+    return dict(zip(GPU_FACTS, values)) if len(values) == len(GPU_FACTS) else None

@@ -1,4 +1,5 @@
 import subprocess
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -32,8 +33,26 @@ def test_git_commit(tmp_path, monkeypatch):
     subprocess.run([*git, "commit", "-q", "--allow-empty", "-m", "first"], check=True)
     head = subprocess.run([*git, "log", "--format=%H"], check=True, capture_output=True, text=True).stdout.strip()
     assert environment(CPU)["git_commit"] == head
+    (tmp_path / "code.py").write_text("")
+    subprocess.run([*git, "add", "code.py"], check=True)
+    assert environment(CPU)["git_commit"] == f"{head}-dirty"
     monkeypatch.setattr(hardware.subprocess, "run", lambda *_, **__: open("/no/such/program"))
     assert environment(CPU)["git_commit"] is None  # no git
+
+
+def test_gpu_facts_by_nvidia_smi(tmp_path, monkeypatch):
+    gpu = torch.device("cuda")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="1234"))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert hardware.gpu_facts(hardware.ask_nvidia_smi(gpu)) is None  # no such program
+    program = tmp_path / "nvidia-smi"
+    program.write_text('#!/bin/sh\n[ $1 = --id=GPU-1234 ] && echo "580.1, 700, 612, 61, 1605, 2619, 1980, 2619"\n')
+    program.chmod(0o755)
+    facts = hardware.gpu_facts(hardware.ask_nvidia_smi(gpu))
+    assert facts["driver_version"] == "580.1" and facts["clocks.sm"] == "1605" and facts["clocks.max.mem"] == "2619"
+    program.write_text("#!/bin/sh\necho No devices were found\nexit 6\n")
+    assert hardware.gpu_facts(hardware.ask_nvidia_smi(gpu)) is None
+    assert hardware.gpu_facts(hardware.ask_nvidia_smi(CPU)) is None
 
 
 @pytest.mark.parametrize(
