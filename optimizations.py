@@ -2,8 +2,8 @@
 
 The rows define the boolean flags, what a device cannot run, the model's switches, the ladder's rungs, the flags that a
 resumed run may change without notice, the operators that selective activation checkpointing keeps, and the README's
-table. An optimization also has one place in the code that applies it, a paragraph in docs/optimizations.md or
-docs/recipes.md, and a case in tests/test_optimizations.py, which has the README's table too.
+table (dev/tables.py). An optimization also has one place in the code that applies it, a paragraph in
+docs/optimizations.md or docs/recipes.md, and a case in tests/test_optimizations.py.
 """
 
 from collections.abc import Callable

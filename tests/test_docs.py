@@ -1,11 +1,15 @@
-"""The documentation names what exists: links, figures, flags, modules."""
+"""The documentation names what exists: links, figures, flags, modules; its tables are those of the records."""
 
 import dataclasses
 import importlib
+import json
 import re
 from pathlib import Path
 
 import pytest
+from conftest import expect_error
+
+from dev import tables
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -47,9 +51,44 @@ def test_flags_modules_and_files_exist():
     flags |= {f"no_{flag}" for flag in flags} | {"no_NAME"}
     for page in PAGES:
         text = page.read_text()
-        missing = {flag for flag in re.findall(r"(?<![\w-])--([a-zA-Z][\w-]*)", text) if flag not in flags}
+        missing = {flag for flag in re.findall(r"(?<![\w!-])--([a-zA-Z][\w-]*)", text) if flag not in flags}
         assert not missing, (page.name, missing)
         for module in re.findall(r"python -m (\w+\.\w+)", text):
             assert module in COMMANDS or module.startswith("torch."), module
         for path in re.findall(r"`((?:[\w.]+/)*\w+\.py)`", text):
             assert (ROOT / path).exists(), path
+
+
+@pytest.mark.parametrize("page", tables.PAGES, ids=lambda page: page.name)
+def test_tables_are_those_of_the_records(page):
+    text = page.read_text()
+    for _, name, table, _ in tables.TABLE.findall(text):
+        assert table == tables.make(name), f"{name}: run python dev/tables.py"
+    by_hand = tables.TABLE.sub("", text)
+    assert not re.search(r"^.*---:.*$", by_hand, re.M), "a table of numbers without a record"
+
+
+def test_records_say_how_they_were_measured():
+    for path in tables.RECORDS.glob("*.json"):
+        record = json.loads(path.read_text())
+        assert {"command", "commit", "versions", "card", "rows"} <= record.keys(), path.name
+    for path in tables.RECORDS.glob("cards/*.json"):  # of bench.py --record
+        record = json.loads(path.read_text())
+        assert {"command", "git_commit", "torch", "hardware", "gpus", "tokens_per_second"} <= record.keys(), path.name
+
+
+def test_a_table_is_made_from_its_record(call_main, tmp_path, monkeypatch):
+    page, record = tmp_path / "page.md", tmp_path / "speed.json"
+    monkeypatch.setattr(tables, "PAGES", [page])
+    monkeypatch.setattr(tables, "RECORDS", tmp_path)
+    page.write_text("Before.\n\n<!--table:speed-->\n<!--/table-->\n\nAfter.\n")
+    columns = {"card": "{card}", "rate": "{rate:,}", "share": "{share[percent]:.1f}%"}
+    rows = [dict(card="A", rate=1234567, share=dict(percent=50)), dict(card="A", rate="out of memory")]
+    record.write_text(json.dumps(dict(columns=columns, rows=rows, more_rows=[dict(card="B")])))
+    expect_error(call_main("dev/tables.py", "--check"), "page.md: speed", "run python dev/tables.py")
+    assert call_main("dev/tables.py").returncode == 0
+    table = "| card | rate | share\n| --- | ---: | ---:\n| A | 1,234,567 | 50.0%\n|  | out of memory |"
+    assert page.read_text() == f"Before.\n\n<!--table:speed-->\n{table}\n<!--/table-->\n\nAfter.\n"
+    assert call_main("dev/tables.py", "--check").returncode == 0
+    record.unlink()
+    expect_error(call_main("dev/tables.py"), "speed.json")

@@ -4,7 +4,6 @@ from common.interrupt import StopSignal
 
 import contextlib
 import functools
-import json
 import re
 from collections import Counter
 from dataclasses import fields, replace
@@ -15,6 +14,7 @@ from conftest import AOT_EAGER, ROOT, logged, skip_without_flash4
 
 from common.errors import UserError
 from config import Config, resolve
+from dev.tables import command
 from kernels import attention, cublaslt
 from model import GPTConfig
 from optimizations import (
@@ -157,12 +157,6 @@ def test_each_part_of_the_recipe_changes_the_losses_after_the_first():
         assert with_it[0] == without[0] and with_it[1:] != without[1:], name
 
 
-def command(row):
-    """What turns a row on, as one types it."""
-    value = "" if not row.on else f" {row.name}" if row.name in row.on else f" {row.on[0]}"
-    return "torchrun" if row.name == "ddp" else f"--{row.flag}{value}"
-
-
 def test_every_row_has_its_case_and_its_paragraph():
     assert {*CASES, *TWO_RANKS, *RECIPE} == {row.name for row in OPTIMIZATIONS}
     course = "".join((ROOT / "docs" / name).read_text() for name in ("optimizations.md", "recipes.md"))
@@ -176,24 +170,6 @@ def test_rows_name_flags_and_fields_that_exist():
     sizes = {"seq_len", "vocab_size", "n_layer", "n_head", "n_embd", "pad_to"}
     assert model_switches(Config()).keys() == {field.name for field in fields(GPTConfig)} - sizes
     assert all(getattr(Config(), row.name) == row.default for row in SWITCHES)
-
-
-def readme_table():
-    """Each optimization with what one types for it and its gain, as measured in dev/records/ladder.json."""
-    record = json.loads((ROOT / "dev/records/ladder.json").read_text())
-    gains, rows = dict(record["gains"]), record["rows"]
-    for before, rung in zip(rows, rows[1:]):
-        gains[rung["name"]] = f"{rung['tokens_per_second'] / before['tokens_per_second']:.2f} ×"
-    lines = ["what | flag | gain", "--- | --- | ---"]
-    for row in OPTIMIZATIONS:
-        lines.append(f"{row.help} | `{command(row)}`{'' if row.default else ' (off)'} | {gains.get(row.name, '')}")
-    return "\n".join(lines)
-
-
-def test_the_readme_has_the_table():
-    readme = (ROOT / "README.md").read_text()
-    table = re.search(r"<!-- optimizations -->\n(.*?)\n<!-- /optimizations -->", readme, re.S)
-    assert table and table[1].strip() == readme_table()
 
 
 @pytest.mark.parametrize(

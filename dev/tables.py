@@ -1,0 +1,138 @@
+"""Write the tables of README.md and docs/ from the records, dev/records/*.json.
+
+    python dev/tables.py             # writes what stands between <!--table:NAME--> and <!--/table-->
+    python dev/tables.py --check     # says which tables differ, with exit code 1 if one does
+
+A record has `rows`, and as `columns` {heading: template}. A cell is its column's template filled in by a row, such as
+"{tokens_per_second:,}"; it is empty if the row lacks the field. `more_rows` are in no table. To replace a measurement
+write a new record of the same name. A file of bench.py --record in dev/records/cards/ is a row of the table of cards.
+"""
+
+import json
+import re
+import string
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # for python dev/tables.py
+
+from common.cli import ROOT, parse
+from common.errors import UserError, run
+from optimizations import OPTIMIZATIONS
+
+RECORDS = ROOT / "dev" / "records"
+PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+TABLE = re.compile(r"(<!--table:(\w+)-->\n)(.*?)(<!--/table-->)", re.S)
+CARD = {
+    "GPUs": "{gpus} × {hardware}",
+    "command": "`{command}`",
+    "tokens/sec": "{tokens_per_second:,}",
+    "MFU": "{mfu_percent}%",
+    "peak GB": "{peak_gb}",
+    "PyTorch": "{torch}",
+    "record": "[{name}](../dev/records/cards/{name}.json)",
+}
+
+
+@dataclass
+class Tables:
+    """Write the tables of README.md and docs/ from dev/records/."""
+
+    check: bool = False
+    """Write nothing; say which tables differ."""
+
+
+def main():
+    check = parse(Tables).check
+    different = []
+    for page in PAGES:
+        text = page.read_text()
+        different += [f"{page.name}: {name}" for _, name, table, _ in TABLE.findall(text) if table != make(name)]
+        if not check:
+            page.write_text(TABLE.sub(lambda match: f"{match[1]}{make(match[2])}{match[4]}", text))
+    if check and different:
+        raise UserError(f"not as in dev/records ({', '.join(different)}): run python dev/tables.py")
+    print("\n".join(different) or "all tables are as in dev/records")
+
+
+def load(name):
+    """The record of this name. Raises UserError if there is none."""
+    try:
+        return json.loads((RECORDS / f"{name}.json").read_text())
+    except FileNotFoundError as error:
+        raise UserError(f"there is no {error.filename}") from error
+
+
+def make(name):
+    """The lines of a table: made by the function of its name below, or from its record alone."""
+    if name in SPECIAL:
+        return SPECIAL[name]()
+    record = load(name)
+    return markdown(record["columns"], record["rows"])
+
+
+class Template(string.Formatter):
+    """str.format, in which a text has no format: "out of memory" may stand where others have a number."""
+
+    def format_field(self, value, format_spec):
+        return value if isinstance(value, str) else format(value, format_spec)
+
+
+def cell(template, row):
+    try:
+        return Template().vformat(template, (), row)
+    except KeyError:
+        return ""
+
+
+def markdown(columns, rows):
+    """A table. A first cell that repeats the one above is empty; columns with numbers, but the first, are on the right.
+    Lines begin with a bar only where a line would else begin with an empty cell or a list's sign."""
+    texts = [[cell(template, row) for template in columns.values()] for row in rows]
+    numbers = [any(re.match(r"[-+]?\d", text) for text in column) for column in zip(*texts)]
+    rule = ["---", *("---:" if is_number else "---" for is_number in numbers[1:])]
+    above = [None, *(line[0] for line in texts)]
+    texts = [["", *line[1:]] if line[0] == before else line for line, before in zip(texts, above)]
+    bar = "| " if any(re.match(r"$|[-+*]", line[0]) for line in texts) else ""
+    return "".join(f"{bar}{' | '.join(line)}".rstrip() + "\n" for line in (columns, rule, *texts))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Tables of more than one record
+
+
+def ladder():
+    """The ladder of ladder.json; a template may refer to the row of the same name in ladder_h100.json as h100."""
+    record = load("ladder")
+    h100 = {row["name"]: row for row in load("ladder_h100")["rows"]}
+    rows = [row | {"h100": h100[row["name"]]} if row["name"] in h100 else row for row in record["rows"]]
+    return markdown(record["columns"], rows)
+
+
+def optimizations():
+    """Every optimization with what one types for it and its gain: ladder.json's `gain` of its rung, or of `gains`."""
+    record = load("ladder")
+    gains = {row["name"]: cell(record["gain"], row) for row in record["rows"]} | record["gains"]
+    rows = [
+        dict(help=row.help, command=command(row), off="" if row.default else " (off)", gain=gains.get(row.name, ""))
+        for row in OPTIMIZATIONS
+    ]
+    return markdown({"what": "{help}", "flag": "`{command}`{off}", "gain": "{gain}"}, rows)
+
+
+def command(row):
+    """What turns an optimization on, as one types it."""
+    value = "" if not row.on else f" {row.name}" if row.name in row.on else f" {row.on[0]}"
+    return "torchrun" if row.name == "ddp" else f"--{row.flag}{value}"
+
+
+def cards():
+    paths = sorted((RECORDS / "cards").glob("*.json"))
+    return markdown(CARD, [load(f"cards/{path.stem}") | dict(name=path.stem) for path in paths])
+
+
+SPECIAL = dict(ladder=ladder, optimizations=optimizations, cards=cards)
+
+if __name__ == "__main__":
+    run(main)
