@@ -3,12 +3,13 @@
     python train_gpt2.py --ladder                                     # all of them, in the order of optimizations.py
     python ladder.py --rungs tf32,bf16,compile+flash,fp8              # these; compile and flash in one rung
 
-Every rung runs the real training loop, on the same data from the same seed.
+Every rung runs the real training step, on the same data from the same seed, in turn with the rung before.
 """
 
 import common.interrupt  # first: Ctrl-C during the other imports
 
 import itertools
+import shlex
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Annotated
@@ -19,14 +20,20 @@ import tyro
 from common.cli import flag
 from common.device import choose_device_type
 from common.errors import UserError, run
-from config import GROUPS, SETTLING_STEPS, Config, read_command_line
+from config import GROUPS, SETTLING_STEPS, Config, command_line, read_command_line
 from measure import figures
-from measure.child_run import OUT_OF_MEMORY, SPEED, begin, count_devices, finish, measure, medians, short_run, speed
+from measure.child_run import OFF, OUT_OF_MEMORY, SCRIPT, SPEED, begin, count_devices, finish, run_config, speed
+from measure.turns import ROUNDS, Gain, TimedRun, compare, turn
 from optimizations import RUNGS, turn_off_unavailable
 from parallel.process_group import Distributed
 
-COLUMNS = ("rung", *SPEED, "× before", "× first", "loss")
-NOTE = "Losses are those of the last step: compare only rows with the same recipe and tokens a step."
+COLUMNS = ("rung", *SPEED, "× before", "95%", "× first", "loss")
+LOSS_STEP = 10
+NOTE = (
+    f"A rung is timed in turn with the rung before, in {ROUNDS} rounds: × before is the mean of their ratios, with its "
+    "95% interval; ≈: the interval holds 1. × first is the product of the gains. Losses are those of step "
+    f"{LOSS_STEP}: compare only rows with the same recipe and tokens a step."
+)
 FIRST_MICRO_BATCH = 16  # of the first rungs on a GPU, halved until it fits; an 80 GB A100 can hold it
 
 
@@ -43,13 +50,16 @@ class Ladder:
             f"named stays off. Rungs: {', '.join(RUNGS)}. all: every rung that is on, or on by default."
         ),
     ] = "all"
+    ladder_seconds: float = flag(5.0, at_least=0)
+    """Seconds that each rung is timed against the rung before, in turn with it."""
     ladder_steps: int = flag(20, at_least=1)
-    """Steps measured on each rung, after a few warm-up steps; evaluations and checkpoints are off."""
+    """Steps that each rung is timed, at least."""
 
 
 @dataclass
 class LadderConfig(Ladder, Config):
-    """Measure what each optimization buys: a short run with all off, then one run for each optimization added.
+    """Measure what each optimization buys: a short run with all off, then one run for each optimization added, timed in
+    turn with the run before.
 
     Takes every flag of train_gpt2.py.
     """
@@ -69,18 +79,16 @@ def climb(config, typed=()):
     """
     rungs = choose_rungs(config.rungs, count_devices(config), config)
     config = turn_on_named(config)
-    results = begin(config, "ladder", COLUMNS, typed)
+    results = begin(config, "ladder", COLUMNS, typed, goes_on=False)
     if config.demo:
         print("the demo's small model: GPT-2 needs a GPU, and data")
-    config = replace(config, warmup_steps=min(config.warmup_steps, (SETTLING_STEPS + config.ladder_steps) // 4))
-    note = f"{NOTE} {medians(config.ladder_steps)}"
+    config = replace(config, warmup_steps=min(config.warmup_steps, SETTLING_STEPS))
 
     def add(row, rung):
-        texts = cells(row, rung, results.done)
-        results.add(row | dict(rung=rung), texts, note, partial(figures.ladder, results.rows))
+        results.add(row | dict(rung=rung), cells(row, rung), NOTE, partial(figures.ladder, results.rows))
 
     device = torch.device(choose_device_type(config.device))
-    before, row = measure_baseline(config, device, results)
+    before, timed, row = measure_baseline(config, device, results)
     add(row, "baseline")
     on, first = [], before.micro_batch_size
     for index, (names, ranks) in enumerate(rungs, 1):
@@ -89,14 +97,38 @@ def climb(config, typed=()):
             add(dict(name=name, status="skipped", reason=reason), f"+ {name}")
         if names := [name for name in names if name not in idle]:
             name = f"{index:02d}_{'+'.join(names)}{ranks if ranks > 1 else ''}"
-            row = measure(short_run(rung, config.ladder_steps), results, name, ranks)
+            own, row = measure(rung, results, name, ranks, config, timed)
             add(row, label(names, row, results.done))
-            if row["status"] == "done":
-                on += names
-                before = rung
-    if done := results.done:
-        print(f"{done[-1]['tokens_per_sec'] / done[0]['tokens_per_sec']:.1f} × from {done[0]['rung']} to the last rung")
+            if own:
+                timed.close()
+                on, before, timed = [*on, *names], rung, own
+    timed.close()
+    print(f"{results.done[-1]['times_first']:.1f} × from baseline to the last rung")
     finish(results)
+
+
+def measure(rung, results, name, ranks, config, before=None):
+    """(TimedRun, result) of a rung's Config; the run is None, and has ended, if it is not done. before: the TimedRun of
+    the rung before. status and reason of the result are those of measure.child_run.measure; one that is done has
+    TimedRun.result(), loss, gain (ratio, low, high; the first rung has none) and times_first."""
+    command = shlex.join(["python", SCRIPT.name, *command_line(run_config(rung))])
+    result, own = dict(name=name, command=command), None
+    amount = config.ladder_seconds, config.ladder_steps
+    try:
+        own = TimedRun(run_config(rung, **dict.fromkeys(OFF, 0)), ranks, results.folder / f"{name}.txt")
+        gain, times = None, 1.0
+        if before:
+            gain = compare(before, own, *amount)
+            times = results.done[-1]["times_first"] * gain.ratio
+        else:
+            own.train(turn(own, *amount) * ROUNDS)
+    except (UserError, RuntimeError) as error:
+        if own:
+            own.close()
+        reason = OUT_OF_MEMORY if str(error).startswith(OUT_OF_MEMORY) else str(error)
+        return None, result | dict(status="skipped" if isinstance(error, UserError) else "failed", reason=reason)
+    result |= dict(status="done", gain=gain and vars(gain), times_first=times, loss=own.losses[LOSS_STEP - 1])
+    return own, result | own.result()
 
 
 def choose_rungs(text, devices, config):
@@ -132,20 +164,19 @@ def turn_on_named(config):
 
 
 def measure_baseline(config, device, results):
-    """(Config, result of measure()) of the first rung, with all optimizations off, in the folder 00_baseline.
+    """(Config, TimedRun, result) of the first rung, with all optimizations off.
 
     Its micro-batch is halved until it fits into memory. Raises UserError if it cannot run for another reason.
     """
     B = first_micro_batch(config, device)
     while True:
         rung, _ = turn_off_unavailable(with_rungs(config, [], B), Distributed(0, 1, device))
-        row = measure(short_run(rung, config.ladder_steps), results, f"00_baseline_B{B}", 1)
-        if row.get("reason") != OUT_OF_MEMORY or B == 1:
-            break
+        timed, row = measure(rung, results, f"00_baseline_B{B}", 1, config)
+        if timed:
+            return rung, timed, row
+        if row["reason"] != OUT_OF_MEMORY or B == 1:
+            raise UserError(f"the first rung does not run: {row['reason']}")  # a mistake in the flags fails every rung
         B //= 2
-    if row["status"] == "skipped" and row["reason"] != OUT_OF_MEMORY:
-        raise UserError(row["reason"])  # a mistake in the flags fails every rung
-    return rung, row
 
 
 def first_micro_batch(config, device):
@@ -199,13 +230,16 @@ def label(names, row, before):
     return text
 
 
-def cells(row, rung, before):
-    """A rung's row of the table as text. before: the results of the rungs before."""
+def cells(row, rung):
+    """A rung's row of the table as text."""
     if row["status"] != "done":
         return [rung]
-    done, loss = [*before, row], "–" if row["loss"] is None else f"{row['loss']:.4f}"
-    ratios = [f"{row['tokens_per_sec'] / other['tokens_per_sec']:.2f}" for other in (done[-2:][0], done[0])]
-    return [rung, *speed(row), *ratios, loss]
+    ratios = ["", "", ""]
+    if row["gain"]:
+        gain = Gain(**row["gain"])
+        mark = "" if gain.is_clear else " ≈"
+        ratios = [f"{gain.ratio:.3f}{mark}", f"{gain.low:.3f}–{gain.high:.3f}", f"{row['times_first']:.2f}"]
+    return [rung, *speed(row), *ratios, f"{row['loss']:.4f}"]
 
 
 if __name__ == "__main__":

@@ -30,9 +30,9 @@ SCRIPT = Path(__file__).parent.parent / "train_gpt2.py"
 SPEED = ("ms a step", "tokens/sec", "MFU", "peak GB")  # columns of speed()
 
 
-def begin(config, kind, columns, typed=()):
+def begin(config, kind, columns, typed=(), goes_on=True):
     """The Results of a command that starts several runs. typed: the flags of the command line that short runs may not
-    use. Raises UserError if every run would fail."""
+    use. goes_on: as of Results. Raises UserError if every run would fail."""
     if os.environ.get("WORLD_SIZE", "1") != "1":
         raise UserError("a measurement starts the processes of its runs: start it with python, not with torchrun")
     check_bounds(config)
@@ -42,7 +42,7 @@ def begin(config, kind, columns, typed=()):
         open_shards(config.data_dir, "train")
     if unused := sorted({"max_steps", *OFF}.intersection(typed)):
         print(f"not used: --{', --'.join(unused)}; runs are short, and nothing is evaluated or saved")
-    return Results(config, kind, torch.device(choose_device_type(config.device)), columns, goes_on=True)
+    return Results(config, kind, torch.device(choose_device_type(config.device)), columns, goes_on)
 
 
 def count_devices(config):
@@ -169,6 +169,6 @@ def explain(output, code, where):
 
 def finish(results):
     """Say where the results are. Raises UserError if a run failed because of a bug; skipped runs do not count."""
-    print(f"{results}, {results.kind}.png and a folder for every run")
+    print(f"{results}, {results.kind}.png and what each run printed")
     if failed := [row["name"] for row in results.rows if row["status"] == "failed"]:
         raise UserError(f"{len(failed)} of {len(results.rows)} runs failed: {', '.join(failed)}; the reasons are above")

@@ -36,12 +36,12 @@ def ladder(results, path):
     results = [result for result in results if result["status"] == "done"]
     height = 1.8 + 0.42 * len(results)
     figure, axes = new_figure(11, height, columns=2, sharey=True, gridspec_kw=dict(width_ratios=(2.2, 1)))
-    titles = "tokens/sec, and × the first rung", "peak memory of a device, GB"
+    titles = "tokens/sec, and × the rung before, ± of its 95% interval", "peak memory of a device, GB"
     for ax, name, color, text in zip(axes, ("tokens_per_sec", "peak_gb"), (SPEED, MEMORY), titles):
         values = [result[name] for result in results]
         texts = [f" {value:.1f}" for value in values]
         if name == "tokens_per_sec":
-            texts = [f" {value:,.0f}   {value / values[0]:.2f} ×" for value in values]
+            texts = [f" {value:,.0f}   {describe_gain(result)}" for value, result in zip(values, results)]
         bars = ax.barh([result["rung"] for result in results], values, height=0.68, color=color)
         ax.bar_label(bars, texts, fontsize=9, color=INK)
         ax.margins(x=0.25)
@@ -50,6 +50,15 @@ def ladder(results, path):
         ax.set_title(text, loc="left", fontsize=10, color=MUTED)
     axes[0].invert_yaxis()
     save(figure, path, "What each optimization buys", results)
+
+
+def describe_gain(result):
+    """A rung's gain over the rung before as text."""
+    if not result["gain"]:
+        return ""
+    ratio, low, high = (result["gain"][name] for name in ("ratio", "low", "high"))
+    text = f"{ratio:.3f} ± {(high - low) / 2:.3f}"
+    return text if not low <= 1 <= high else f"{text}: none that is clear"
 
 
 def time_to_loss(curves, target, results, path):

@@ -1,9 +1,10 @@
 import dataclasses
 import json
-import os
 import signal
 import subprocess
 import sys
+import types
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,7 +14,8 @@ from fork_server import TIMEOUT, descendants
 import ladder
 import train_gpt2
 from common.errors import UserError
-from config import SETTLING_STEPS, Config, defaults
+from config import Config, defaults
+from ladder import LOSS_STEP
 from measure import child_run
 from optim import schedules
 from optimizations import RUNGS
@@ -64,7 +66,7 @@ def test_rungs_by_name():
 def test_a_ladder_climbs(train, tmp_path):
     """With rungs that measure, change nothing here, turn on two."""
     rungs = "tf32 + flash+pad_vocab, compile,adamw+schedule+accumulation,micro_batch,ddp"
-    folder = train("climb", "--ladder", "--rungs", rungs, "--ladder_steps", 1)
+    folder = train("climb", "--ladder", "--rungs", rungs, "--ladder_steps", 1, "--ladder_seconds", 0)
     results = json.loads((folder / "ladder.json").read_text())["results"]
     assert [(r["rung"], r["status"], r.get("reason")) for r in results] == [
         ("baseline", "done", None),
@@ -75,7 +77,7 @@ def test_a_ladder_climbs(train, tmp_path):
         ("+ micro-batch of 4", "done", None),
         ("+ ddp", "skipped", "no GPUs here"),
     ]
-    assert not (folder / "02_compile").exists()  # nothing is started that would change nothing
+    assert not (folder / "02_compile.txt").exists()  # nothing is started that would change nothing
     done = {r["rung"]: r for r in results if r["status"] == "done"}
     baseline, flash, whole, larger = done.values()
     assert OFF.items() < baseline["facts"].items() and baseline["facts"]["total_batch_size"] == 32
@@ -84,23 +86,25 @@ def test_a_ladder_climbs(train, tmp_path):
     assert flash["loss"] == pytest.approx(baseline["loss"], abs=1e-4)
     assert whole["loss"] != pytest.approx(flash["loss"], abs=1e-4)
     assert larger["loss"] == pytest.approx(whole["loss"], abs=1e-4)
-    for r in done.values():
-        rows = metrics(folder / r["name"])
-        assert len(rows) == SETTLING_STEPS + 1  # one of them measured
-        assert r["ms"] == rows[-1]["step_ms"] and r["tokens_per_sec"] == pytest.approx(rows[-1]["tokens_per_sec"])
-        assert 0.1 < r["peak_gb"] < 10
     output = (folder / "output.txt").read_text()
     table = (folder / "ladder.md").read_text()
+    times = 1
     for rung, r in done.items():
+        assert r["ms"] == pytest.approx(1000 * r["facts"]["total_batch_size"] / r["tokens_per_sec"])
+        assert 0.1 < r["peak_gb"] < 10
         assert f"{rung:30}  {r['ms']:10.2f}  {r['tokens_per_sec']:10,.0f}" in output
         assert f"| {rung} | {r['ms']:.2f} | {r['tokens_per_sec']:,.0f} |" in table
-    ratio = larger["tokens_per_sec"] / baseline["tokens_per_sec"]
-    assert f" | {ratio:.2f} | {larger['loss']:.4f} |" in table
-    assert f"\n{ratio:.1f} × from baseline to the last rung" in output and output.count("error") == 0
+        if r is not baseline:
+            low, ratio, high = (r["gain"][name] for name in ("low", "ratio", "high"))
+            assert low < ratio < high and r["times_first"] == pytest.approx(times * ratio)
+            mark = " ≈" if low <= 1 <= high else ""
+            assert f" | {ratio:.3f}{mark} | {low:.3f}–{high:.3f} | {r['times_first']:.2f} |" in table
+            times = r["times_first"]
+    assert f"\n{times:.1f} × from baseline to the last rung" in output and output.count("error") == 0
     assert (folder / "ladder.png").read_bytes().startswith(b"\x89PNG")
 
-    # a rung can be repeated by its command
-    again = train("again", *flash["command"].removeprefix("python train_gpt2.py ").split())
+    # a rung is what its command trains
+    again = train("again", *flash["command"].removeprefix("python train_gpt2.py ").split(), "--max_steps", LOSS_STEP)
     assert metrics(again)[-1]["train_loss"] == flash["loss"]
     # its folder is taken, for a ladder and for a run
     expect_error(train("climb", "--ladder", fails=True), "climb", "--run_name")
@@ -132,15 +136,20 @@ def test_a_mistake_in_the_flags_ends_the_ladder(train):
 
 
 def test_a_stopped_ladder_leaves_no_run_behind(corpus, tmp_path):
-    """As a user starts it: its run is a new process, not a fork."""
+    """As a user starts it."""
     flags = [*TINY, "--data_dir", "corpus", "--run_name", "stop", "--ladder", "--ladder_steps", "100000"]
     process = subprocess.Popen([sys.executable, ROOT / "train_gpt2.py", *flags], cwd=tmp_path)
-    progress = tmp_path / "log/stop/00_baseline_B1/metrics.jsonl"
-    wait_until(lambda: progress.exists() and progress.stat().st_size, process)
-    run = descendants(process.pid)
+    wait_until((tmp_path / "log/stop/00_baseline_B1.txt").exists, process)
+    runs = descendants(process.pid)
     process.send_signal(signal.SIGTERM)
     assert process.wait(TIMEOUT) == 143
-    assert run and not set(run) & set(descendants(os.getpid()))  # where orphans would be
+    assert runs
+    wait_until(lambda: not any(map(is_alive, runs)))
+
+
+def is_alive(pid):
+    stat = Path(f"/proc/{pid}/stat")
+    return stat.exists() and stat.read_text().rpartition(") ")[2][0] != "Z"
 
 
 def test_defaults_without_a_gpu(monkeypatch):
@@ -156,13 +165,14 @@ def test_defaults_without_a_gpu(monkeypatch):
 
 @pytest.fixture
 def canned(monkeypatch, corpus, tmp_path):
-    """Climb a ladder whose measurements are made up: results(rung's config) stands in for child_run.measure."""
+    """Climb a ladder whose measurements are made up: results(rung's config) stands in for ladder.measure."""
 
     def climb(results, **flags):
         monkeypatch.chdir(tmp_path)
 
-        def measured(config, folder, name, ranks):
-            return results(config) | dict(name=name, command=f"{ranks} ranks")
+        def measured(rung, folder, name, ranks, config, before=None):
+            row = results(rung) | dict(name=name, command=f"{ranks} ranks")
+            return (types.SimpleNamespace(close=lambda: None) if row["status"] == "done" else None), row
 
         monkeypatch.setattr(ladder, "measure", measured)
         own = dict(data_dir=str(corpus), run_name="canned", device="cpu", compile=False, wandb="disabled")
@@ -174,7 +184,8 @@ def canned(monkeypatch, corpus, tmp_path):
 
 def done(config, rate):
     facts = dict(vars(config), world_size=1, hardware="none", torch="2", cuda=None, dataset=None)
-    return dict(status="done", ms=1.0, tokens_per_sec=rate, mfu=None, peak_gb=1.0, loss=9.0, facts=facts)
+    speed = dict(ms=1.0, tokens_per_sec=rate, mfu=None, peak_gb=1.0, loss=9.0, gain=None, times_first=rate / 1000)
+    return dict(status="done", facts=facts) | speed
 
 
 def test_the_first_micro_batch_is_halved_until_it_fits(canned, monkeypatch):

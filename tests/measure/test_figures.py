@@ -6,9 +6,10 @@ from measure.to_loss import Curve
 FACTS = dict(n_layer=1, n_embd=8, hardware="a GPU", torch="2", world_size=2, dataset=None, data_dir="a/my_data")
 
 
-def rung(name, rate):
-    speeds = dict(ms=1.0, tokens_per_sec=rate, mfu=None, peak_gb=1.0)
-    return dict(rung=name, status="done", loss=9.0, facts=FACTS, **speeds)
+def rung(name, rate, *gain):
+    speeds = dict(ms=1.0, tokens_per_sec=rate, mfu=None, peak_gb=1.0, times_first=rate / 1000)
+    gain = dict(zip(("ratio", "low", "high"), gain))
+    return dict(rung=name, status="done", loss=9.0, facts=FACTS, gain=gain or None, **speeds)
 
 
 def draw(monkeypatch, function, *arguments):
@@ -21,15 +22,16 @@ def draw(monkeypatch, function, *arguments):
 
 
 def test_a_ladder_has_rates_and_ratios(tmp_path, monkeypatch):
-    results = [rung("baseline", 44_332), rung("+ tf32", 1_167_250)]
+    results = [rung("baseline", 1000), rung("+ tf32", 2300, 2.3, 2.29, 2.31), rung("+ flash", 2305, 1.0, 0.99, 1.02)]
     figure, (rates, memory) = draw(monkeypatch, figures.ladder, results, tmp_path / "ladder.png")
-    assert [text.get_text().split() for text in rates.texts] == [["44,332", "1.00", "×"], ["1,167,250", "26.33", "×"]]
-    assert [label.get_text() for label in rates.get_yticklabels()] == ["baseline", "+ tf32"]
+    texts = [" ".join(text.get_text().split()) for text in rates.texts]
+    assert texts == ["1,000", "2,300 2.300 ± 0.010", "2,305 1.000 ± 0.015: none that is clear"]
+    assert [label.get_text() for label in rates.get_yticklabels()] == ["baseline", "+ tf32", "+ flash"]
     assert figure.get_suptitle().endswith("\nGPT-2, n_layer 1, n_embd 8; data: my_data\n2 × a GPU, PyTorch 2")
-    row = ladder.cells(results[0], "baseline", [])
-    assert row == ["baseline", "1.00", "44,332", "–", "1.00", "1.00", "1.00", "9.0000"]
-    row = ladder.cells(results[1], "+ tf32", results[:1])
-    assert row == ["+ tf32", "1.00", "1,167,250", "–", "1.00", "26.33", "26.33", "9.0000"]
+    rows = [ladder.cells(result, result["rung"]) for result in results]
+    assert rows[0] == ["baseline", "1.00", "1,000", "–", "1.00", "", "", "", "9.0000"]
+    assert rows[1] == ["+ tf32", "1.00", "2,300", "–", "1.00", "2.300", "2.290–2.310", "2.30", "9.0000"]
+    assert rows[2][5:7] == ["1.000 ≈", "0.990–1.020"]
 
 
 def test_a_heat_map_compares_cells_of_the_same_model(tmp_path, monkeypatch):
