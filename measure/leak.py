@@ -39,7 +39,7 @@ class Flags:
     data_dir: str
     """Folder of shards."""
     val_tokens: int = flag(10_000_000, at_least=1)
-    """Look up about this many validation tokens: every second, third, ... block of a larger split. 10M take 0.6 GB."""
+    """Look up about this many validation tokens: every second, third, ... block of a larger split. 10M take 1 GB."""
 
 
 # ----------------------------------------------------------------------------------------------------------------------
