@@ -12,6 +12,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
 
+import mpmath  # of SymPy, which PyTorch needs
+
 from common.cli import flag, given, parse
 from common.errors import UserError, run
 from config import GROUPS, SETTLING_STEPS, Config, defaults
@@ -22,7 +24,7 @@ from optim import schedules
 from optim.optimizer import OPTIMIZERS, optimizer_defaults
 from parallel.memory import LARGEST_IN_WARMUP
 
-COLUMNS = ("rung", "final loss", "difference", "tokens", "× first", "seconds", "× first")
+COLUMNS = ("rung", "final loss", "difference", "p", "tokens", "× first", "seconds", "× first")
 VAL_TOKENS = 2621440  # at most, in each of some 20 validations
 # Each warm-up's largest fraction of max_steps. A high learning rate needs a long one: dev/LOG.md, "Recipes"
 LR_WARMUP, BATCH_WARMUP = 0.9, 0.45
@@ -208,9 +210,10 @@ def cells(rung, row, before):
     """A rung's row of the table as text. before: the results of the rungs before."""
     if row["status"] != "done":
         return [rung]
-    texts = [rung, mean_and_spread(row["finals"]), ""]
+    texts = [rung, mean_and_spread(row["finals"]), "", ""]
     if before:
-        texts[-1] = mean_and_spread([b - a for a, b in zip(before[-1]["finals"], row["finals"])], "+")
+        differences = [b - a for a, b in zip(before[-1]["finals"], row["finals"])]
+        texts[2:] = mean_and_spread(differences, "+"), f"{p_value(differences):.2g}" if len(differences) > 1 else ""
     for key, number in (("tokens", "{:,.0f}"), ("seconds", "{:,.1f}")):
         texts.append("not reached" if row[key] is None else number.format(row[key]))
         texts.append(f"{before[0][key] / row[key]:.2f}" if before and before[0][key] and row[key] else "")
@@ -223,9 +226,24 @@ def mean_and_spread(values, sign=""):
     return f"{statistics.mean(values):{sign}.4f}{spread}"
 
 
+def p_value(differences):
+    """Of Student's paired t-test, two-sided: the probability of a mean this far from 0, were the recipes equal.
+
+    https://en.wikipedia.org/wiki/Student%27s_t-distribution#Cumulative_distribution_function
+    """
+    deviation, freedom = statistics.stdev(differences), len(differences) - 1
+    if deviation == 0:
+        return float(statistics.mean(differences) == 0)
+    t = statistics.mean(differences) / deviation * math.sqrt(len(differences))
+    return float(mpmath.betainc(freedom / 2, 0.5, 0, freedom / (freedom + t**2), regularized=True))
+
+
 def note(target, seeds):
     """A sentence on what the table shows."""
-    several = f"means over {seeds} seeds, ± the standard deviation; difference: seed by seed, to the rung before"
+    several = (
+        f"means over {seeds} seeds, ± the standard deviation; difference: seed by seed, to the rung before; p: of "
+        "Student's paired t-test"
+    )
     return f"Tokens and seconds to a validation loss of {target:.4f}: {several if seeds > 1 else 'one seed'}."
 
 

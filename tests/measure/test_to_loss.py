@@ -1,8 +1,9 @@
 import json
+import math
 
 import pytest
 
-from measure.to_loss import Curve, cells, note, reach, read_curve, summarize
+from measure.to_loss import Curve, cells, note, p_value, reach, read_curve, summarize
 
 
 def test_a_curve_counts_training_steps_alone(tmp_path):
@@ -53,16 +54,25 @@ def test_the_table_has_ratios_to_the_first_rung():
     first = summarize(curves(5.9, 6.1))
     faster, worse = summarize(curves(2.0, 2.0), first["loss"]), summarize(curves(7.0, 2.0), first["loss"])
     assert (first["loss"], first["tokens"]) == (6.0, 1000) and worse["tokens"] is None
-    assert cells("first", first, []) == ["first", "6.0000 ± 0.1414", "", "1,000", "", "10.0", ""]
+    assert cells("first", first, []) == ["first", "6.0000 ± 0.1414", "", "", "1,000", "", "10.0", ""]
     assert cells("skipped", dict(status="skipped"), [first]) == ["skipped"]
-    row = ["faster", "2.0000 ± 0.0000", "-4.0000 ± 0.1414", "500", "2.00", "5.0", "2.00"]
+    row = ["faster", "2.0000 ± 0.0000", "-4.0000 ± 0.1414", "0.016", "500", "2.00", "5.0", "2.00"]
     assert cells("faster", faster, [first]) == row
-    row = ["worse", "4.5000 ± 3.5355", "+2.5000 ± 3.5355", "not reached", "", "not reached", ""]
+    row = ["worse", "4.5000 ± 3.5355", "+2.5000 ± 3.5355", "0.5", "not reached", "", "not reached", ""]
     assert cells("worse", worse, [first, faster]) == row
     assert note(6.0, seeds=2) == (
         "Tokens and seconds to a validation loss of 6.0000: means over 2 seeds, ± the standard deviation; "
-        "difference: seed by seed, to the rung before."
+        "difference: seed by seed, to the rung before; p: of Student's paired t-test."
     )
+
+
+def test_p_values_are_those_of_a_t_table():
+    # the 97.5% and 99.5% points of Student's t for 4 degrees of freedom
+    for t, p in ((2.776445, 0.05), (4.604095, 0.01)):
+        deviations = [-2, -1, 0, 1, 2]  # their standard deviation is sqrt(2.5)
+        differences = [each + t * math.sqrt(2.5 / 5) for each in deviations]
+        assert p_value(differences) == p_value([-each for each in differences]) == pytest.approx(p, rel=1e-5)
+    assert p_value([0.0, 0.0]) == 1 and p_value([0.1, 0.1]) == 0
 
 
 def test_a_loss_of_ones_own_to_compare_at():
@@ -71,6 +81,7 @@ def test_a_loss_of_ones_own_to_compare_at():
         "fast",
         "2.0000",
         "-4.0000",
+        "",
         "250",
         "2.00",
         "2.5",
