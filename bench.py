@@ -103,7 +103,7 @@ def time_steps(config, distributed, typed):
 
 
 def report(trainer, results):
-    """Print the median rate, and return what a record has of it. results: the StepResult of every step, warm-up
+    """Print the median rate; returns the record's measurements. results: the StepResult of every step, warm-up
     included."""
     config, distributed = trainer.config, trainer.distributed
     step = statistics.median(result.seconds for result in results[SETTLING_STEPS:])

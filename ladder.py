@@ -9,7 +9,6 @@ Every rung runs the real training step, on the same data from the same seed, in 
 import common.interrupt  # first: Ctrl-C during the other imports
 
 import itertools
-import shlex
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Annotated
@@ -20,9 +19,9 @@ import tyro
 from common.cli import flag
 from common.device import choose_device_type
 from common.errors import UserError, run
-from config import GROUPS, SETTLING_STEPS, Config, command_line, read_command_line
+from config import GROUPS, SETTLING_STEPS, Config, read_command_line
 from measure import figures
-from measure.child_run import OFF, OUT_OF_MEMORY, SCRIPT, SPEED, begin, count_devices, finish, run_config, speed
+from measure.child_run import OFF, OUT_OF_MEMORY, SPEED, begin, count_devices, finish, run_config, shown_command, speed
 from measure.turns import ROUNDS, Gain, TimedRun, compare, turn
 from optimizations import RUNGS, turn_off_unavailable
 from parallel.process_group import Distributed
@@ -111,8 +110,7 @@ def measure(rung, results, name, ranks, config, before=None):
     """(TimedRun, result) of a rung's Config; the run is None, and has ended, if it is not done. before: the TimedRun of
     the rung before. status and reason of the result are those of measure.child_run.measure; one that is done has
     TimedRun.result(), loss, gain (ratio, low, high; the first rung has none) and times_first."""
-    command = shlex.join(["python", SCRIPT.name, *command_line(run_config(rung))])
-    result, own = dict(name=name, command=command), None
+    result, own = dict(name=name, command=shown_command(run_config(rung), ranks)), None
     amount = config.ladder_seconds, config.ladder_steps
     try:
         own = TimedRun(run_config(rung, **dict.fromkeys(OFF, 0)), ranks, results.folder / f"{name}.txt")
@@ -126,6 +124,8 @@ def measure(rung, results, name, ranks, config, before=None):
         if own:
             own.close()
         reason = OUT_OF_MEMORY if str(error).startswith(OUT_OF_MEMORY) else str(error)
+        if before and before.has_ended:
+            raise UserError(f"the rung before {name} has ended: {reason}") from error
         return None, result | dict(status="skipped" if isinstance(error, UserError) else "failed", reason=reason)
     result |= dict(status="done", gain=gain and vars(gain), times_first=times, loss=own.losses[LOSS_STEP - 1])
     return own, result | own.result()

@@ -62,7 +62,7 @@ OPTIMIZATIONS = (
     ),
     switch("compile", "fused kernels, and no Python between them, by torch.compile", needs=needs.inductor),
     switch(
-        "flash", "attention that never writes the T x T matrix, by F.scaled_dot_product_attention or cuDNN",
+        "flash", "attention that never writes the T x T matrix, by F.scaled_dot_product_attention",
         off=dict(attention="written_out"), saves=SDPA_OPERATORS,
     ),
     Optimization(

@@ -74,6 +74,16 @@ def speed(row):
     return [f"{row['ms']:.2f}", f"{row['tokens_per_sec']:,.0f}", mfu, f"{row['peak_gb']:.2f}"]
 
 
+def torchrun_flags(ranks):
+    return ["--standalone", f"--nproc_per_node={ranks}"] if ranks > 1 else []
+
+
+def shown_command(config, ranks):
+    """The command line of a run."""
+    program = ["torchrun", *torchrun_flags(ranks)] if ranks > 1 else ["python"]
+    return shlex.join([*program, SCRIPT.name, *command_line(config)])
+
+
 def measure(config, results, name, ranks):
     """Run train_gpt2.py with the flags of a Config in a child process; returns a dictionary.
 
@@ -85,14 +95,13 @@ def measure(config, results, name, ranks):
     A done run has ms, tokens_per_sec and mfu (medians over the steps after SETTLING_STEPS), peak_gb, loss (of the last
     step), and facts (the run's config.json).
     """
-    torchrun = ["--standalone", f"--nproc_per_node={ranks}"] if ranks > 1 else []
-    arguments, folder = command_line(config), results.folder
-    shown = shlex.join([*(["torchrun", *torchrun] if torchrun else ["python"]), SCRIPT.name, *arguments])
+    folder, shown = results.folder, shown_command(config, ranks)
     if before := read_kept(folder / f"{name}.json", results.environment | dict(command=shown)):
         return before
     shutil.rmtree(folder / name, ignore_errors=True)  # of a measurement that was stopped
-    module = ["-m", "torch.distributed.run", *torchrun] if torchrun else []
-    command = [sys.executable, *module, str(SCRIPT), *arguments, "--log_dir", str(folder), "--run_name", name]
+    module = ["-m", "torch.distributed.run", *torchrun_flags(ranks)] if ranks > 1 else []
+    own = ["--log_dir", str(folder), "--run_name", name]
+    command = [sys.executable, *module, str(SCRIPT), *command_line(config), *own]
     environment = dict(WANDB_RUN_GROUP=folder.name) | os.environ  # read by wandb
     pipe = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
     output = folder / f"{name}.txt"

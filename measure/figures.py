@@ -58,7 +58,7 @@ def describe_gain(result):
         return ""
     ratio, low, high = (result["gain"][name] for name in ("ratio", "low", "high"))
     text = f"{ratio:.3f} ± {(high - low) / 2:.3f}"
-    return text if not low <= 1 <= high else f"{text}: none that is clear"
+    return text if not low <= 1 <= high else f"{text}: not significant"
 
 
 def time_to_loss(curves, target, results, path):

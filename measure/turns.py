@@ -6,13 +6,13 @@ In turn, round by round, they see the same. A process that waits for its turn ho
 
 from common.interrupt import StopSignal
 
+import contextlib
 import math
 import multiprocessing
 import os
 import signal
 import socket
 import statistics
-from contextlib import closing
 from dataclasses import dataclass
 from multiprocessing import connection
 
@@ -30,8 +30,8 @@ from watch.hardware import environment, flops_per_token, mfu, peak_flops, peak_m
 
 ROUNDS = 5
 STUDENT_T = 2.776  # two-sided 95% for ROUNDS - 1 degrees of freedom
-# Imported once, by the process that the others are forked from; neither touches the GPU
-PRELOAD = ("measure.turns", "torch._inductor.compile_fx")
+# Imported once, by the process that the others are forked from; none touches the GPU
+PRELOAD = ["torch._inductor.compile_fx", "torch.distributed.checkpoint", "torch.distributed.tensor"]
 
 
 @dataclass
@@ -59,8 +59,8 @@ class TimedRun:
         """
         self.output, self.rates, self.losses = output, [], []
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(list(PRELOAD))
-        with closing(socket.socket()) as unused:
+        context.set_forkserver_preload(PRELOAD)
+        with contextlib.closing(socket.socket()) as unused:
             unused.bind(("localhost", 0))
             port = unused.getsockname()[1]
         self._pipes, self._processes = [], []
@@ -95,10 +95,15 @@ class TimedRun:
             raise UserError(answer)
         return answer
 
+    @property
+    def has_ended(self):
+        return not all(process.is_alive() for process in self._processes)
+
     def train(self, steps):
-        """Take steps; returns their median tokens/sec."""
-        for pipe in self._pipes:
-            pipe.send(steps)
+        """Take steps; returns their median tokens/sec. Raises as __init__ does."""
+        with contextlib.suppress(BrokenPipeError):  # _answer() says how the process has ended
+            for pipe in self._pipes:
+                pipe.send(steps)
         seconds, losses, tokens, self.peak_gb = self._answer()
         self.losses += losses
         self.seconds = statistics.median(seconds)  # of a step
@@ -109,9 +114,10 @@ class TimedRun:
         """End the processes."""
         for pipe in self._pipes:
             pipe.close()
+        connection.wait([process.sentinel for process in self._processes], timeout=10)
         for process in self._processes:
-            process.join(10)
             process.kill()  # one that is still at work
+            process.join()  # its memory is free then
 
     def result(self):
         """{ms, tokens_per_sec, mfu, peak_gb, facts}: medians over all turns so far."""
@@ -158,7 +164,8 @@ def serve(config, rank, ranks, port, pipe, output):
         with out_of_memory(memory.less_memory()):
             take_turns(config, pipe)
     except UserError as error:
-        pipe.send(str(error))
+        with contextlib.suppress(BrokenPipeError):
+            pipe.send(str(error))
     except EOFError:
         process_group.stop()
 

@@ -128,5 +128,11 @@ def ask_nvidia_smi(device):
 
 def gpu_facts(nvidia_smi):
     """{name: text} of GPU_FACTS as ask_nvidia_smi() found them, in W, °C and MHz; None without an answer."""
-    values = nvidia_smi.communicate()[0].strip().split(", ") if nvidia_smi else []
+    if nvidia_smi is None:
+        return None
+    try:
+        values = nvidia_smi.communicate(timeout=10)[0].strip().split(", ")
+    except subprocess.TimeoutExpired:
+        nvidia_smi.kill()
+        return None
     return dict(zip(GPU_FACTS, values)) if len(values) == len(GPU_FACTS) else None
