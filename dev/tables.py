@@ -80,15 +80,16 @@ class Template(string.Formatter):
 
 
 def cell(template, row):
+    """The text of a cell; none where the record lacks a field, or has null."""
     try:
-        return Template().vformat(template, (), row)
+        return Template().vformat(template, (), {name: value for name, value in row.items() if value is not None})
     except KeyError:
         return ""
 
 
 def markdown(columns, rows):
     """A table. A first cell that repeats the one above is empty; columns with numbers, but the first, are on the right.
-    Lines begin with a bar only where a line would else begin with an empty cell or a list's sign."""
+    Lines begin with a bar if a row begins with an empty cell or with a list's sign."""
     texts = [[cell(template, row) for template in columns.values()] for row in rows]
     numbers = [any(re.match(r"[-+]?\d", text) for text in column) for column in zip(*texts)]
     rule = ["---", *("---:" if is_number else "---" for is_number in numbers[1:])]

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
 
-import mpmath  # of SymPy, which PyTorch needs
+import mpmath
 
 from common.cli import flag, given, parse
 from common.errors import UserError, run

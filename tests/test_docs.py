@@ -13,7 +13,7 @@ from dev import tables
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-COMMANDS = ["bench", "config", "export", "fineweb", "hellaswag", "ladder", "sample", "watch.curves"]
+COMMANDS = ["bench", "config", "dev.corpus", "export", "fineweb", "hellaswag", "ladder", "sample", "watch.curves"]
 COMMANDS += [f"measure.{path.stem}" for path in (ROOT / "measure").glob("*.py")]
 # Flags of torchrun, sbatch, pip and uv, and of every command
 OTHERS = {"help", "standalone", "nproc_per_node", "nnodes", "nodes", "max-restarts", "extra", "extra-index-url"}

@@ -111,6 +111,17 @@ def test_a_ladder_climbs(train, tmp_path):
     expect_error(train("climb", fails=True), "climb", "--run_name")
 
 
+@pytest.mark.gpu
+def test_processes_on_one_gpu_take_turns(train):
+    """Compiled and eager; with several GPUs also in several processes."""
+    flags = "--device cuda --autocast bf16 --compile --rungs bf16,compile,accumulation,ddp --ladder_steps 1"
+    folder = train("gpu", "--ladder", *flags.split(), "--ladder_seconds", 0)
+    results = json.loads((folder / "ladder.json").read_text())["results"]
+    done = [r["facts"]["world_size"] for r in results if r["status"] == "done"]
+    ranks = [2**i for i in range(1, torch.cuda.device_count().bit_length())]
+    assert done == [1, 1, 1, 1, *ranks], results
+
+
 def test_bad_ladders_end_in_one_line(monkeypatch, corpus, tmp_path):
     def error(script, *arguments):
         monkeypatch.setattr(sys, "argv", ["train_gpt2.py", *TINY, "--data_dir", str(corpus), *arguments])

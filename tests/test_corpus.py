@@ -10,7 +10,8 @@ import pytest
 from common.errors import UserError
 from data.shards import open_shards
 from data.tokenizer import get_tokenizer
-from measure import corpus, leak
+from dev import corpus
+from measure import leak
 
 WORDS = "of and to in that for with this on from which river stone window garden letter morning doctor music".split()
 

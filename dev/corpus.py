@@ -1,9 +1,9 @@
-"""Corpus: English text of public repositories as shards whose validation text does not stand in their training text.
+"""Corpus: English text of public repositories as shards whose validation text hardly stands in their training text.
 
-    python -m measure.corpus --clones clones --out corpus
+    python -m dev.corpus --clones clones --out corpus
 
 dev/corpus_sources.json lists the repositories: address, commit, the files' patterns as in .gitignore, license (some
-allow no commercial use), and the most characters to take. git downloads only these files.
+allow no commercial use), and about the most bytes to take (max_characters). git downloads only these files.
 
 A document is a file, or about 12,000 characters of it. Of each repository, 3% are validation, by whole files. A
 sentence with 40 or more letters and digits stays once in the whole corpus, in the validation text if it is in both. A
@@ -37,7 +37,7 @@ from measure.leak import UNIT, UNIT_END, letters, list_blocks, measure_leak, uni
 
 SEED = 1337
 PART = 12_000  # characters of a document, about
-SHORTEST = 400  # characters
+SHORTEST = 400  # bytes of UTF-8
 VAL_SHARE = 0.03
 MOST_REPEATED = 0.4  # of a document's characters
 MOST_COVERED = 0.12  # of a validation document's tokens
@@ -216,14 +216,14 @@ def without_ngrams(val, val_tokens, train_tokens):
 
 
 def encode(documents, pool):
-    """The tokens of documents, (source, text) each, in random order: (tokens,) uint16."""
+    """Shuffle documents, (source, text) each, in place; returns their tokens, (tokens,) uint16."""
     random.Random(SEED).shuffle(documents)
     batches = [[text.decode() for _, text in documents[i : i + BATCH]] for i in range(0, len(documents), BATCH)]
     return np.concatenate([*progress(pool.imap(tokenize, batches), "tokens", len(batches))])
 
 
 def make_corpus(sources, clones, pool):
-    """The validation and the training documents, (source, text) each, and the tokens of both. Raises UserError."""
+    """(training documents, (source, text) each, their tokens, validation documents, their tokens). Raises UserError."""
     folders = [clone(source, clones) for source in progress(sources, "repositories")]
     val, train, seen = [], [], set()
     read = pool.imap(read_documents, zip(sources, folders))
