@@ -10,6 +10,7 @@ import common.interrupt  # first: Ctrl-C during the other imports
 from common.interrupt import StopSignal
 
 import os
+import shlex
 import statistics
 from dataclasses import dataclass, replace
 
@@ -129,6 +130,7 @@ def report(trainer, results):
 def write_record(config, distributed, measured, gpu):
     """Write --record's file. measured: of report(); gpu: rank 0's, of gpu_facts()."""
     facts = environment(distributed.device) | dict(gpus=distributed.world_size, gpu=gpu)
+    facts["command"] = facts["command"].replace(f" --record {shlex.quote(config.record)}", "")  # whose path is private
     facts |= {name: getattr(config, name) for name in SIZES}
     on = [name for name, is_on in plan_switches(config).items() if is_on]
     write_json(config.record, facts | dict(on=on) | measured)
