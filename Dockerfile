@@ -2,7 +2,7 @@
 #
 #   docker build -t train-gpt2 .
 #   docker run --gpus all --ipc=host -v "$PWD/edu_fineweb10B:/train-gpt2/edu_fineweb10B" -v "$PWD/log:/train-gpt2/log" \
-#       -v train-gpt2-cache:/root/.cache train-gpt2 torchrun --standalone --nproc_per_node=8 train_gpt2.py
+#       -v train-gpt2-cache:/cache train-gpt2 torchrun --standalone --nproc_per_node=8 train_gpt2.py
 #
 # The volumes hold shards, runs and compiled kernels; --ipc=host is for NCCL's shared memory. On aarch64 (GH200) untested.
 FROM debian:13.8-slim
@@ -20,7 +20,7 @@ RUN python3 -m venv /opt/uv \
     && /opt/uv/bin/pip install --no-cache-dir uv==0.13.9 \
     && /opt/uv/bin/uv sync --frozen --extra gpu --no-install-project --no-cache --compile-bytecode
 
-ENV PATH=/opt/venv/bin:$PATH TORCHINDUCTOR_CACHE_DIR=/root/.cache/torchinductor TRITON_CACHE_DIR=/root/.cache/triton \
-    FLASH_ATTENTION_CUTE_DSL_CACHE_DIR=/root/.cache/flash_attention
+ENV PATH=/opt/venv/bin:$PATH TORCHINDUCTOR_CACHE_DIR=/cache/torchinductor TRITON_CACHE_DIR=/cache/triton \
+    FLASH_ATTENTION_CUTE_DSL_CACHE_DIR=/cache/flash_attention
 COPY . .
 CMD ["python", "train_gpt2.py"]

@@ -21,8 +21,19 @@ from common.device import choose_device_type
 from common.errors import UserError, run
 from config import GROUPS, SETTLING_STEPS, Config, read_command_line
 from measure import figures
-from measure.child_run import OFF, OUT_OF_MEMORY, SPEED, begin, count_devices, finish, run_config, shown_command, speed
-from measure.turns import ROUNDS, Gain, TimedRun, compare, turn
+from measure.child_run import (
+    OFF,
+    OUT_OF_MEMORY,
+    SPEED,
+    begin,
+    count_devices,
+    finish,
+    plain,
+    run_config,
+    shown_command,
+    speed,
+)
+from measure.turns import ROUNDS, TimedRun, compare, turn
 from optimizations import RUNGS, turn_off_unavailable
 from parallel.process_group import Distributed
 
@@ -109,7 +120,7 @@ def climb(config, typed=()):
 def measure(rung, results, name, ranks, config, before=None):
     """(TimedRun, result) of a rung's Config; the run is None, and has ended, if it is not done. before: the TimedRun of
     the rung before. status and reason of the result are those of measure.child_run.measure; one that is done has
-    TimedRun.result(), loss, gain (ratio, low, high; the first rung has none) and times_first."""
+    TimedRun.result(), loss, gain (Gain.facts(); the first rung has none) and times_first."""
     result, own = dict(name=name, command=shown_command(run_config(rung), ranks)), None
     amount = config.ladder_seconds, config.ladder_steps
     try:
@@ -123,11 +134,11 @@ def measure(rung, results, name, ranks, config, before=None):
     except (UserError, RuntimeError) as error:
         if own:
             own.close()
-        reason = OUT_OF_MEMORY if str(error).startswith(OUT_OF_MEMORY) else str(error)
+        reason = plain(str(error))
         if before and before.has_ended:
             raise UserError(f"the rung before {name} has ended: {reason}") from error
         return None, result | dict(status="skipped" if isinstance(error, UserError) else "failed", reason=reason)
-    result |= dict(status="done", gain=gain and vars(gain), times_first=times, loss=own.losses[LOSS_STEP - 1])
+    result |= dict(status="done", gain=gain and gain.facts(), times_first=times, loss=own.losses[LOSS_STEP - 1])
     return own, result | own.result()
 
 
@@ -236,9 +247,9 @@ def cells(row, rung):
         return [rung]
     ratios = ["", "", ""]
     if row["gain"]:
-        gain = Gain(**row["gain"])
-        mark = "" if gain.is_clear else " ≈"
-        ratios = [f"{gain.ratio:.3f}{mark}", f"{gain.low:.3f}–{gain.high:.3f}", f"{row['times_first']:.2f}"]
+        gain = row["gain"]
+        mark = "" if gain["is_clear"] else " ≈"
+        ratios = [f"{gain['ratio']:.3f}{mark}", f"{gain['low']:.3f}–{gain['high']:.3f}", f"{row['times_first']:.2f}"]
     return [rung, *speed(row), *ratios, f"{row['loss']:.4f}"]
 
 

@@ -162,6 +162,11 @@ def read_kept(path, expected):
     return before
 
 
+def plain(error):
+    """The reason in an error's text; of all that say that memory ran out, the same."""
+    return OUT_OF_MEMORY if error.startswith(OUT_OF_MEMORY) else error
+
+
 def explain(output, code, where):
     """Status and reason of a run that ended with exit code `code`, not 0."""
     lines = output.strip().splitlines() or ["no output"]
@@ -172,7 +177,7 @@ def explain(output, code, where):
         return dict(status="stopped", reason="SIGTERM ended it before its first step")
     error = next((line.partition(": ")[2] for line in lines if line.startswith(("error: ", "error (rank "))), None)
     if error:
-        return dict(status="skipped", reason=OUT_OF_MEMORY if error.startswith(OUT_OF_MEMORY) else error)
+        return dict(status="skipped", reason=plain(error))
     return dict(status="failed", reason=f"exit code {code}, {lines[-1].strip()} (see {where})")
 
 

@@ -54,11 +54,11 @@ def ladder(results, path):
 
 def describe_gain(result):
     """A rung's gain over the rung before as text."""
-    if not result["gain"]:
+    gain = result["gain"]
+    if not gain:
         return ""
-    ratio, low, high = (result["gain"][name] for name in ("ratio", "low", "high"))
-    text = f"{ratio:.3f} ± {(high - low) / 2:.3f}"
-    return text if not low <= 1 <= high else f"{text}: not significant"
+    text = f"{gain['ratio']:.3f} ± {(gain['high'] - gain['low']) / 2:.3f}"
+    return text if gain["is_clear"] else f"{text}: not significant"
 
 
 def time_to_loss(curves, target, results, path):

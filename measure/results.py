@@ -13,7 +13,7 @@ from watch.hardware import environment
 
 
 class Results:
-    """A folder with KIND.json and KIND.md, locked for this process; a ladder's also has KIND.png and every run."""
+    """A folder with KIND.json and KIND.md, locked for this process; a ladder's has KIND.png and what runs print."""
 
     def __init__(self, flags, kind, device, columns, goes_on=False):
         """Make the folder, print the table's head, and let SIGTERM end the process as Ctrl-C does.

@@ -47,6 +47,9 @@ class Gain:
         """Whether the interval does not hold 1."""
         return not self.low <= 1 <= self.high
 
+    def facts(self):
+        return vars(self) | dict(is_clear=self.is_clear)
+
 
 class TimedRun:
     """A training run that takes steps when it is asked to."""

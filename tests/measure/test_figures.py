@@ -2,14 +2,14 @@ import ladder
 from measure import figures
 from measure.child_run import speed
 from measure.to_loss import Curve
+from measure.turns import Gain
 
 FACTS = dict(n_layer=1, n_embd=8, hardware="a GPU", torch="2", world_size=2, dataset=None, data_dir="a/my_data")
 
 
 def rung(name, rate, *gain):
     speeds = dict(ms=1.0, tokens_per_sec=rate, mfu=None, peak_gb=1.0, times_first=rate / 1000)
-    gain = dict(zip(("ratio", "low", "high"), gain))
-    return dict(rung=name, status="done", loss=9.0, facts=FACTS, gain=gain or None, **speeds)
+    return dict(rung=name, status="done", loss=9.0, facts=FACTS, gain=Gain(*gain).facts() if gain else None, **speeds)
 
 
 def draw(monkeypatch, function, *arguments):
