@@ -21,19 +21,8 @@ from common.device import choose_device_type
 from common.errors import UserError, run
 from config import GROUPS, SETTLING_STEPS, Config, read_command_line
 from measure import figures
-from measure.child_run import (
-    OFF,
-    OUT_OF_MEMORY,
-    SPEED,
-    begin,
-    count_devices,
-    finish,
-    plain,
-    run_config,
-    shown_command,
-    speed,
-)
-from measure.turns import ROUNDS, TimedRun, compare, turn
+from measure.child_run import OUT_OF_MEMORY, SPEED, begin, count_devices, finish, speed
+from measure.turns import ROUNDS, measure
 from optimizations import RUNGS, turn_off_unavailable
 from parallel.process_group import Distributed
 
@@ -62,7 +51,7 @@ class Ladder:
     ] = "all"
     ladder_seconds: float = flag(5.0, at_least=0)
     """Seconds that each rung is timed against the rung before, in turn with it."""
-    ladder_steps: int = flag(20, at_least=1)
+    ladder_steps: int = flag(20, at_least=ROUNDS)
     """Steps that each rung is timed, at least."""
 
 
@@ -99,7 +88,7 @@ def climb(config, typed=()):
 
     device = torch.device(choose_device_type(config.device))
     before, timed, row = measure_baseline(config, device, results)
-    add(row, "baseline")
+    add(row | dict(times_first=1.0, loss=timed.losses[LOSS_STEP - 1]), "baseline")
     on, first = [], before.micro_batch_size
     for index, (names, ranks) in enumerate(rungs, 1):
         rung, idle = fit_rung(config, [*on, *names], names, first, Distributed(0, ranks, device), before)
@@ -107,39 +96,16 @@ def climb(config, typed=()):
             add(dict(name=name, status="skipped", reason=reason), f"+ {name}")
         if names := [name for name in names if name not in idle]:
             name = f"{index:02d}_{'+'.join(names)}{ranks if ranks > 1 else ''}"
-            own, row = measure(rung, results, name, ranks, config, timed)
-            add(row, label(names, row, results.done))
+            own, row = measure(rung, ranks, results, name, config.ladder_seconds, config.ladder_steps, timed)
             if own:
+                times = results.done[-1]["times_first"] * row["gain"]["ratio"]
+                row |= dict(times_first=times, loss=own.losses[LOSS_STEP - 1])
                 timed.close()
                 on, before, timed = [*on, *names], rung, own
+            add(row, label(names, row, results.done))
     timed.close()
     print(f"{results.done[-1]['times_first']:.1f} × from baseline to the last rung")
     finish(results)
-
-
-def measure(rung, results, name, ranks, config, before=None):
-    """(TimedRun, result) of a rung's Config; the run is None, and has ended, if it is not done. before: the TimedRun of
-    the rung before. status and reason of the result are those of measure.child_run.measure; one that is done has
-    TimedRun.result(), loss, gain (Gain.facts(); the first rung has none) and times_first."""
-    result, own = dict(name=name, command=shown_command(run_config(rung), ranks)), None
-    amount = config.ladder_seconds, config.ladder_steps
-    try:
-        own = TimedRun(run_config(rung, **dict.fromkeys(OFF, 0)), ranks, results.folder / f"{name}.txt")
-        gain, times = None, 1.0
-        if before:
-            gain = compare(before, own, *amount)
-            times = results.done[-1]["times_first"] * gain.ratio
-        else:
-            own.train(turn(own, *amount) * ROUNDS)
-    except (UserError, RuntimeError) as error:
-        if own:
-            own.close()
-        reason = plain(str(error))
-        if before and before.has_ended:
-            raise UserError(f"the rung before {name} has ended: {reason}") from error
-        return None, result | dict(status="skipped" if isinstance(error, UserError) else "failed", reason=reason)
-    result |= dict(status="done", gain=gain and gain.facts(), times_first=times, loss=own.losses[LOSS_STEP - 1])
-    return own, result | own.result()
 
 
 def choose_rungs(text, devices, config):
@@ -182,7 +148,7 @@ def measure_baseline(config, device, results):
     B = first_micro_batch(config, device)
     while True:
         rung, _ = turn_off_unavailable(with_rungs(config, [], B), Distributed(0, 1, device))
-        timed, row = measure(rung, results, f"00_baseline_B{B}", 1, config)
+        timed, row = measure(rung, 1, results, f"00_baseline_B{B}", config.ladder_seconds, config.ladder_steps)
         if timed:
             return rung, timed, row
         if row["reason"] != OUT_OF_MEMORY or B == 1:

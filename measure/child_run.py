@@ -1,4 +1,4 @@
-"""One measurement: a short run of train_gpt2.py in a child process, and what the commands that start several share.
+"""A run of train_gpt2.py in a child process, and what the commands that start several runs share.
 
 A child process inherits no memory, compiled graphs or settings from the measurement before it.
 """
@@ -8,7 +8,6 @@ import os
 import shlex
 import shutil
 import signal
-import statistics
 import subprocess
 import sys
 from dataclasses import fields
@@ -19,8 +18,7 @@ import torch
 from common.cli import check_bounds, progress
 from common.device import choose_device_type
 from common.errors import UserError
-from common.files import read_json, write_json
-from config import INTERVALS, SETTLING_STEPS, Config, command_line
+from config import INTERVALS, Config, command_line
 from data.shards import open_shards
 from measure.results import Results
 
@@ -56,18 +54,8 @@ def run_config(config, **changes):
     return Config(**own | dict(ladder=False, log_dir=Config.log_dir, run_name=None) | changes)
 
 
-def short_run(config, steps):
-    """The Config of a measurement of `steps` steps after SETTLING_STEPS, without evaluations."""
-    return run_config(config, **dict.fromkeys(OFF, 0), max_steps=SETTLING_STEPS + steps)
-
-
-def medians(steps):
-    """A sentence on the speed() of short_run(config, steps)."""
-    return f"Medians of {steps} steps after {SETTLING_STEPS} to warm up."
-
-
 def speed(row):
-    """The texts of SPEED for a result of measure(); none if it is not done."""
+    """The texts of SPEED for a result of turns.measure(); none if it is not done."""
     if row["status"] != "done":
         return []
     mfu = f"{row['mfu']:.1%}" if row["mfu"] else "–"
@@ -79,24 +67,21 @@ def torchrun_flags(ranks):
 
 
 def shown_command(config, ranks):
-    """The command line of a run."""
+    """The command line of a run with the flags of run_config(config)."""
     program = ["torchrun", *torchrun_flags(ranks)] if ranks > 1 else ["python"]
-    return shlex.join([*program, SCRIPT.name, *command_line(config)])
+    return shlex.join([*program, SCRIPT.name, *command_line(run_config(config))])
 
 
 def measure(config, results, name, ranks):
     """Run train_gpt2.py with the flags of a Config in a child process; returns a dictionary.
 
-    results: a Results; the run's folder is NAME in its folder. ranks: number of processes. A run that is done leaves
-    its result in NAME.json, and is not run again. Raises UserError if that result is of another command, hardware,
-    version or commit.
-    status is "done", "skipped" (this machine cannot run it), "stopped" (by a signal) or "failed" (a bug); all but
-    "done" come with a reason.
-    A done run has ms, tokens_per_sec and mfu (medians over the steps after SETTLING_STEPS), peak_gb, loss (of the last
-    step), and facts (the run's config.json).
+    results: a Results; the run's folder is NAME in its folder. ranks: number of processes. A run that is done is not
+    run again. Raises UserError as Results.kept().
+    status is "done", "skipped" (this machine cannot run it), "stopped" (by a signal) or "failed" (a bug). A done run
+    has facts, those of its config.json; the others have a reason.
     """
     folder, shown = results.folder, shown_command(config, ranks)
-    if before := read_kept(folder / f"{name}.json", results.environment | dict(command=shown)):
+    if before := results.kept(name, shown):
         return before
     shutil.rmtree(folder / name, ignore_errors=True)  # of a measurement that was stopped
     module = ["-m", "torch.distributed.run", *torchrun_flags(ranks)] if ranks > 1 else []
@@ -124,42 +109,15 @@ def measure(config, results, name, ranks):
     result = dict(name=name, status="done", command=shown)
     if process.returncode:
         return result | explain(output.read_text(), process.returncode, output)
-    rows = [row for row in read_metrics(folder / name) if "step_ms" in row]  # without evaluations
     facts = json.loads((folder / name / "config.json").read_text())
     if not facts["finished"]:
-        return result | dict(status="stopped", reason=f"a signal ended it after step {len(rows)}")
-    timed = rows[SETTLING_STEPS:]
-    result |= dict(
-        ms=statistics.median(row["step_ms"] for row in timed),
-        tokens_per_sec=statistics.median(row["tokens_per_sec"] for row in timed),
-        mfu=rows[-1]["mfu"] and statistics.median(row["mfu"] for row in timed),
-        peak_gb=rows[-1]["peak_gb"],
-        loss=rows[-1]["train_loss"],
-        facts=facts,
-    )
-    write_json(folder / f"{name}.json", result)
-    return result
+        return result | dict(status="stopped", reason="a signal ended it")
+    return results.keep(result | dict(facts=facts))
 
 
 def read_metrics(folder):
     """The rows of a run's metrics.jsonl."""
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-
-
-def read_kept(path, expected):
-    """The result that an earlier start has left in a file, or None. expected: the command, and the environment() of
-    this machine. Raises UserError if a run is another's."""
-    if not path.exists():
-        return None
-    before = read_json(path, command=str, facts=dict)
-    found = before["facts"] | dict(command=before["command"])
-    for name, value in expected.items():
-        if found.get(name) != value:
-            raise UserError(
-                f"{path.parent} has runs whose {name} is {found.get(name)}, and now it is {value}: choose another "
-                "--run_name, or delete it"
-            )
-    return before
 
 
 def plain(error):

@@ -1,4 +1,4 @@
-"""Figures of the ladders and sweeps, each a PNG. results: one dictionary for each run, as from child_run.measure()."""
+"""Figures of the ladders and sweeps, each a PNG. results: the rows of a Results."""
 
 import statistics
 from itertools import cycle, product

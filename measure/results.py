@@ -8,7 +8,7 @@ from tqdm import tqdm
 
 from checkpoints.run_folder import folder_of, lock, make_folder
 from common.errors import UserError
-from common.files import write_json
+from common.files import read_json, write_json
 from watch.hardware import environment
 
 
@@ -18,8 +18,8 @@ class Results:
     def __init__(self, flags, kind, device, columns, goes_on=False):
         """Make the folder, print the table's head, and let SIGTERM end the process as Ctrl-C does.
 
-        flags: with log_dir and run_name. goes_on: an existing folder of this kind is taken, and child_run.measure()
-        skips the runs that are done in it. Raises UserError for another folder that exists, one that another process
+        flags: with log_dir and run_name. goes_on: an existing folder of this kind is taken, with the runs that are
+        kept() in it. Raises UserError for another folder that exists, one that another process
         writes, or one that cannot be made.
         """
         if flags.run_name is not None and (folder := folder_of(flags.log_dir, flags.run_name)).exists():
@@ -41,6 +41,27 @@ class Results:
     def done(self):
         """The rows that have a result."""
         return [row for row in self.rows if row["status"] == "done"]
+
+    def keep(self, row):
+        """Write the result of a run to NAME.json, for kept(); returns it."""
+        write_json(self.folder / f"{row['name']}.json", row)
+        return row
+
+    def kept(self, name, command):
+        """The result that an earlier start has left in NAME.json, or None. Raises UserError if it is of another
+        command, hardware, version or commit."""
+        path = self.folder / f"{name}.json"
+        if not path.exists():
+            return None
+        row = read_json(path, command=str, facts=dict)
+        found = row["facts"] | dict(command=row["command"])
+        for fact, value in (self.environment | dict(command=command)).items():
+            if found.get(fact) != value:
+                raise UserError(
+                    f"{self.folder} has runs whose {fact} is {found.get(fact)}, and now it is {value}: choose another "
+                    "--run_name, or delete it"
+                )
+        return row
 
     def add(self, row, cells, note, draw=None):
         """Print a row of the table, and write all: KIND.json, KIND.md and, with draw(path), the figure KIND.png.

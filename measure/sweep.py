@@ -15,11 +15,12 @@ import tyro
 
 from common.cli import flag
 from common.errors import UserError, run
-from config import GROUPS, Config, read_command_line
+from config import GROUPS, SETTLING_STEPS, Config, read_command_line
 from measure import figures
 from measure.axes import read_axis
-from measure.child_run import SPEED, begin, count_devices, finish, measure, medians, short_run, speed
+from measure.child_run import SPEED, begin, count_devices, finish, shown_command, speed
 from measure.figures import describe
+from measure.turns import measure
 from optimizations import RUNGS
 
 # Flags that have an effect on several GPUs only
@@ -73,15 +74,27 @@ def sweep(config, typed=()):
     for index, values in enumerate(itertools.product(*axes.values())):
         cell = dict(zip(axes, values))
         changed = replace(config, **dict(gpus=gpus) | cell)
-        row = measure(short_run(changed, config.steps), results, f"{index:02d}", changed.gpus) | dict(cell=cell)
+        row = measure_cell(changed, results, f"{index:02d}") | dict(cell=cell)
         draw = partial(figures.heat_map, axes, results.rows)
-        results.add(row, [describe(cell), *speed(row)], medians(config.steps), draw)
+        note = f"Medians of {config.steps} steps after {SETTLING_STEPS} to warm up."
+        results.add(row, [describe(cell), *speed(row)], note, draw)
     done = sorted(results.done, key=lambda row: row["tokens_per_sec"])
     if not done:
         raise UserError(f"none of the {len(results.rows)} combinations ran: {results.rows[0]['reason']}")
     ratio = done[-1]["tokens_per_sec"] / done[0]["tokens_per_sec"]
     print(f"{describe(done[-1]['cell'])} wins: {ratio:.2f} × the slowest")
     finish(results)
+
+
+def measure_cell(config, results, name):
+    """The result of a cell's SweepConfig, of turns.measure() or kept from an earlier start."""
+    if before := results.kept(name, shown_command(config, config.gpus)):
+        return before
+    timed, row = measure(config, config.gpus, results, name, 0, config.steps)
+    if not timed:
+        return row
+    timed.close()
+    return results.keep(row | dict(loss=timed.losses[-1]))
 
 
 if __name__ == "__main__":

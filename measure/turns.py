@@ -1,4 +1,4 @@
-"""Training runs that take turns on the same GPUs, each in processes of its own.
+"""Timed training runs, each in processes of its own; two can take turns on the same GPUs.
 
 Runs that are timed one after the other also differ by what the machine does meanwhile: a GPU's clock, other programs.
 In turn, round by round, they see the same. A process that waits for its turn holds its weights and optimizer states.
@@ -20,10 +20,10 @@ import torch
 
 from checkpoints import resume
 from common.errors import UserError, out_of_memory
-from config import SETTLING_STEPS, resolve
+from config import SETTLING_STEPS, chosen_flags, resolve
 from data.loader import Loader, open_streams
 from data.shards import dataset_name
-from measure.child_run import OUT_OF_MEMORY
+from measure.child_run import OFF, OUT_OF_MEMORY, plain, run_config, shown_command
 from parallel import memory, process_group
 from train_gpt2 import build, train_step
 from watch.hardware import environment, flops_per_token, mfu, peak_flops, peak_memory
@@ -134,6 +134,31 @@ class TimedRun:
         )
 
 
+def measure(config, ranks, results, name, seconds, steps, before=None):
+    """(TimedRun, result) of a Config, timed for `seconds` and `steps` steps or longer, in turn with the TimedRun
+    `before` if there is one. results: a Results; what the processes print is in NAME.txt in its folder.
+
+    status of the result is "done", "skipped" (this machine cannot run it) or "failed" (a bug). Done, it has
+    TimedRun.result() and gain: Gain.facts() over `before`, None without; else a reason, and the run is None.
+    Raises UserError if `before` has ended.
+    """
+    result, run, gain = dict(name=name, command=shown_command(config, ranks)), None, None
+    try:
+        run = TimedRun(run_config(config, **dict.fromkeys(OFF, 0)), ranks, results.folder / f"{name}.txt")
+        if before:
+            gain = compare(before, run, seconds, steps).facts()
+        else:
+            run.train(max(steps, math.ceil(seconds / run.seconds)))
+    except (UserError, RuntimeError) as error:
+        if run:
+            run.close()
+        reason = plain(str(error))
+        if before and before.has_ended:
+            raise UserError(f"the run before {name} has ended: {reason}") from error
+        return None, result | dict(status="skipped" if isinstance(error, UserError) else "failed", reason=reason)
+    return run, result | dict(status="done", gain=gain) | run.result()
+
+
 def compare(first, second, seconds, steps):
     """The Gain of a TimedRun over another, in turn. Each is timed for `seconds` and `steps` steps, or longer."""
     logs, shares = [], {run: turn(run, seconds, steps) for run in (first, second)}
@@ -176,7 +201,7 @@ def serve(config, rank, ranks, port, pipe, output):
 def take_turns(config, pipe):
     distributed = process_group.start(config.device, config.tensor, config.context, config.pipeline)
     start = resume.find_start(config, distributed)
-    config, _ = resolve(config, distributed, memory.free_memory(distributed), start)
+    config, _ = resolve(config, distributed, memory.free_memory(distributed), start, chosen_flags(config))
     stream, _, _ = open_streams(config, distributed)
     loader = Loader(stream, config.micro_batch_size, config.seq_len, distributed)
     trainer = build(config, distributed, start.weights, start.sizes)

@@ -145,8 +145,7 @@ def run_python(args):
             sys.path.insert(0, "")
             runpy.run_module(args[1], run_name="__main__", alter_sys=True)
         else:
-            sys.argv = args
-            sys.path.insert(0, os.path.dirname(args[0]))
+            sys.argv = args  # the project is on the path
             runpy.run_path(args[0], run_name="__main__")
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else int(end.code is not None)

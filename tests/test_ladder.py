@@ -17,6 +17,7 @@ from common.errors import UserError
 from config import Config, defaults
 from ladder import LOSS_STEP
 from measure import child_run
+from measure.turns import Gain
 from optim import schedules
 from optimizations import RUNGS
 
@@ -66,7 +67,7 @@ def test_rungs_by_name():
 def test_a_ladder_climbs(train, tmp_path):
     """With rungs that measure, change nothing here, turn on two."""
     rungs = "tf32 + flash+pad_vocab, compile,adamw+schedule+accumulation,micro_batch,ddp"
-    folder = train("climb", "--ladder", "--rungs", rungs, "--ladder_steps", 1, "--ladder_seconds", 0)
+    folder = train("climb", "--ladder", "--rungs", rungs, "--ladder_steps", 5, "--ladder_seconds", 0)
     results = json.loads((folder / "ladder.json").read_text())["results"]
     assert [(r["rung"], r["status"], r.get("reason")) for r in results] == [
         ("baseline", "done", None),
@@ -114,7 +115,7 @@ def test_a_ladder_climbs(train, tmp_path):
 @pytest.mark.gpu
 def test_processes_on_one_gpu_take_turns(train):
     """Compiled and eager; with several GPUs also in several processes."""
-    flags = "--device cuda --autocast bf16 --compile --rungs bf16,compile,accumulation,ddp --ladder_steps 1"
+    flags = "--device cuda --autocast bf16 --compile --rungs bf16,compile,accumulation,ddp --ladder_steps 5"
     folder = train("gpu", "--ladder", *flags.split(), "--ladder_seconds", 0)
     results = json.loads((folder / "ladder.json").read_text())["results"]
     done = [r["facts"]["world_size"] for r in results if r["status"] == "done"]
@@ -176,14 +177,18 @@ def test_defaults_without_a_gpu(monkeypatch):
 
 @pytest.fixture
 def canned(monkeypatch, corpus, tmp_path):
-    """Climb a ladder whose measurements are made up: results(rung's config) stands in for ladder.measure."""
+    """Climb a ladder whose measurements are made up: results(rung's config) stands in for turns.measure."""
 
     def climb(results, **flags):
         monkeypatch.chdir(tmp_path)
 
-        def measured(rung, folder, name, ranks, config, before=None):
-            row = results(rung) | dict(name=name, command=f"{ranks} ranks")
-            return (types.SimpleNamespace(close=lambda: None) if row["status"] == "done" else None), row
+        def measured(rung, ranks, folder, name, seconds, steps, before=None):
+            row = results(rung) | dict(name=name, command=f"{ranks} ranks", gain=None)
+            if row["status"] != "done":
+                return None, row
+            if before:
+                row["gain"] = Gain(*[row["tokens_per_sec"] / before.rate] * 3).facts()
+            return types.SimpleNamespace(close=lambda: None, losses=[9.0] * 10, rate=row["tokens_per_sec"]), row
 
         monkeypatch.setattr(ladder, "measure", measured)
         own = dict(data_dir=str(corpus), run_name="canned", device="cpu", compile=False, wandb="disabled")
@@ -195,8 +200,7 @@ def canned(monkeypatch, corpus, tmp_path):
 
 def done(config, rate):
     facts = dict(vars(config), world_size=1, hardware="none", torch="2", cuda=None, dataset=None)
-    speed = dict(ms=1.0, tokens_per_sec=rate, mfu=None, peak_gb=1.0, loss=9.0, gain=None, times_first=rate / 1000)
-    return dict(status="done", facts=facts) | speed
+    return dict(status="done", facts=facts, ms=1.0, tokens_per_sec=rate, mfu=None, peak_gb=1.0)
 
 
 def test_the_first_micro_batch_is_halved_until_it_fits(canned, monkeypatch):

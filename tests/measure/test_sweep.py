@@ -9,7 +9,8 @@ from measure.axes import read_axis
 
 def test_a_sweep_finds_the_best_on_each_number_of_ranks(train):
     """A combination that cannot run has its reason; the others go on."""
-    folder = train("grid", "gpus=1,2", "parallel=ddp,zero3", "--steps", 1, script="measure/sweep.py")
+    grid = ("gpus=1,2", "parallel=ddp,zero3", "--steps", 1)
+    folder = train("grid", *grid, script="measure/sweep.py")
     results = json.loads((folder / "sweep.json").read_text())["results"]
     assert [tuple(r["cell"].values()) for r in results] == [(n, p) for n in (1, 2) for p in ("ddp", "zero3")]
     assert [r["status"] for r in results] == ["done", "skipped", "done", "done"]
@@ -27,6 +28,11 @@ def test_a_sweep_finds_the_best_on_each_number_of_ranks(train):
     assert f" wins: {best['tokens_per_sec'] / last['tokens_per_sec']:.2f} × the slowest" in output
     assert f"| gpus 1, parallel zero3 | skipped: {results[1]['reason']} |" in (folder / "sweep.md").read_text()
     assert (folder / "sweep.png").read_bytes().startswith(b"\x89PNG")
+    # a sweep that was stopped goes on: only the cell that is not done is measured again
+    (folder / "02.json").unlink()
+    again = train("grid", *grid, script="measure/sweep.py")
+    rates = [r.get("tokens_per_sec") for r in json.loads((again / "sweep.json").read_text())["results"]]
+    assert [rate == r.get("tokens_per_sec") for rate, r in zip(rates, results)] == [True, True, False, True]
 
 
 def test_axes():
