@@ -9,7 +9,6 @@ import math
 import operator
 import os
 import shlex
-import shutil
 import sys
 import typing
 from pathlib import Path
@@ -31,7 +30,6 @@ HELP = {"--help", "-h"}
 NANOGPT = dict(batch_size="micro_batch_size", block_size="seq_len", dataset="data_dir", dtype="autocast")
 NANOGPT |= dict(eval_interval="val_every", gradient_accumulation_steps="total_batch_size", learning_rate="lr")
 NANOGPT |= dict(num_samples="count", start="prompt")
-MOVED = ("sweep", "to_loss", "plan")  # former flags, now commands in measure/
 
 
 def flag(default, **facts):
@@ -84,7 +82,7 @@ def given(flags_type, arguments=None):
 
     kinds = typing.get_type_hints(flags_type)
     marked = typing.get_type_hints(flags_type, include_extras=True)
-    arguments = attach_values(sys.argv[1:] if arguments is None else arguments)
+    arguments = sys.argv[1:] if arguments is None else arguments
     arguments = [spell_switch(argument, kinds) for argument in arguments if argument not in HELP]
     try:
         with contextlib.redirect_stderr(io.StringIO()) as printed:
@@ -104,17 +102,6 @@ def given(flags_type, arguments=None):
     texts = {name for name, value in flags.items() if isinstance(value, str)}
     paths = texts - flags_with(flags_type, is_path=False)
     return flags | {name: os.path.expanduser(flags[name]) for name in paths}  # a shell leaves --NAME=~/FILE as it is
-
-
-def attach_values(arguments):
-    """["--prompt", "--no way"] as ["--prompt=--no way"]: no flag's name has a space."""
-    attached = []
-    for argument in arguments:
-        spelled, _, _ = argument.partition("=")
-        if spelled.startswith("-") and " " in spelled and attached and attached[-1].startswith("--"):
-            argument = f"{attached.pop()}={argument}"
-        attached.append(argument)
-    return attached
 
 
 def spell_switch(argument, kinds):
@@ -143,9 +130,7 @@ def complaints(arguments, flags):
     for argument in arguments:
         spelled, equals, _ = argument.partition("=")
         name = spelled.lstrip("-").replace("-", "_")
-        if argument.startswith("--") and name in MOVED:
-            yield f"{spelled}: run {python_command('-m', f'measure.{name}')}"
-        elif argument.startswith("--"):
+        if argument.startswith("--"):
             near = [NANOGPT[name]] if NANOGPT.get(name) in flags else difflib.get_close_matches(name, flags, n=1)
             yield f"{spelled}: there is no such flag{f', did you mean --{near[0]}?' if near else ''}"
         elif not value_may_follow and os.path.exists(argument):
@@ -176,15 +161,10 @@ def show_help(flags_type, default):
 
 
 def python_command(script, *arguments):
-    """The command line that runs one of the project's scripts, or with "-m" a module, in the shell and the folder that
-    this process was started from."""
-    python = Path(sys.executable)
-    on_path = shutil.which(python.name)
-    # a virtual environment's python is a link to the system's, so only the folders tell them apart
-    if on_path and Path(on_path).parent.resolve() == python.parent.resolve():
-        python = python.name
+    """The command line that runs one of the project's scripts, or with "-m" a module, by the Python that this process
+    was started with, in its folder."""
     script = script if script == "-m" else ROOT / script
-    return shlex.join(map(str, (from_here(python), from_here(script), *arguments)))
+    return shlex.join(map(str, (from_here(sys.orig_argv[0]), from_here(script), *arguments)))
 
 
 def from_here(path):

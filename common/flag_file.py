@@ -15,26 +15,15 @@ def read(path, flags_type, of_a_run=False):
     of_a_run: an older version may have written it, so flags that do not exist are left out, which a line says. Raises
     UserError if the file cannot be read, has values that do not fit or, unless it is of a run, flags that do not exist.
     """
-    texts, in_mapping = [], False
     try:
-        # event by event: nothing is built of an alias or a deep nesting, and `off`, some flags' value, stays text
-        for event in yaml.parse(regular_file(path).read_bytes(), Loader=yaml.BaseLoader):
-            if isinstance(event, yaml.ScalarEvent) and in_mapping:
-                texts.append(event.value)
-            elif isinstance(event, yaml.MappingStartEvent) and not in_mapping:
-                in_mapping = True
-            elif isinstance(event, yaml.NodeEvent):
-                line = event.start_mark.line + 1
-                raise UserError(f"{path}, line {line}: it must be YAML, NAME: VALUE on each line, such as lr: 6e-4")
-    except (OSError, yaml.YAMLError, UnicodeDecodeError) as error:
+        # BaseLoader: `off`, some flags' value, stays text
+        content = yaml.load(regular_file(path).read_bytes(), yaml.BaseLoader) or {}
+    except (OSError, yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
         raise UserError(f"cannot read the flags in {path}, which must be YAML: {first_line(error)}") from error
-    content = {}
-    for name, text in zip(texts[::2], texts[1::2]):
-        if name in ("config", "resume", "ladder"):
-            raise UserError(f"{path}: {name} is for the command line: --{name}")
-        if name in content:
-            raise UserError(f"{path}: {name} is there twice")
-        content[name] = text
+    if not isinstance(content, dict) or not all(isinstance(text, str) for text in content.values()):
+        raise UserError(f"{path}: it must be YAML, NAME: VALUE on each line, such as lr: 6e-4")
+    for name in {"config", "resume", "ladder"} & content.keys():
+        raise UserError(f"{path}: {name} is for the command line: --{name}")
     former = sorted(content.keys() - flags_type.__dataclass_fields__.keys()) if of_a_run else []
     if former and os.environ.get("RANK", "0") == "0":
         print(f"{path} has flags that no longer exist: {', '.join(former)}")

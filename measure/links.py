@@ -16,6 +16,7 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
+from tqdm import tqdm
 
 from common.cli import flag, parse, progress
 from common.errors import UserError, out_of_memory, run
@@ -71,7 +72,7 @@ def measure_links(flags, distributed):
         bus = rate * factor(distributed.world_size)
         row = dict(name=name, bytes=size, ms=ms, algorithm_gb_per_s=rate, bus_gb_per_s=bus, status="done", facts=facts)
         if results:
-            texts = [name, size_text(size), f"{ms:.4f}", f"{rate:.4g}", f"{bus:.4g}"]
+            texts = [name, tqdm.format_sizeof(size, "B", 2**10), f"{ms:.4f}", f"{rate:.4g}", f"{bus:.4g}"]
             results.add(row, texts, f"{facts['title']}. {NOTE}")
     if results:
         print(f"{facts['title']}\n{results}")
@@ -113,13 +114,6 @@ def facts_of_links(distributed):
     hardware = f"{distributed.world_size} × {facts['hardware']}" + (f" on {machines} machines" if machines > 1 else "")
     title = ", ".join(("Links: " + hardware, backend, *(f"{name}={value}" for name, value in variables.items())))
     return facts | dict(hardware=hardware, backend=backend, variables=variables, title=title)
-
-
-def size_text(size):
-    for unit, scale in (("GB", 2**30), ("MB", 2**20)):
-        if size >= 0.99 * scale:  # a size that is rounded down to equal parts
-            return f"{size / scale:.3g} {unit}"
-    return f"{size / 2**10:.3g} KB"
 
 
 if __name__ == "__main__":
