@@ -12,7 +12,6 @@ from typing import Literal
 
 import torch
 
-from common.device import missing_compiler
 from common.errors import Note, UserError
 from kernels import needs
 from kernels.attention import CAN_USE, SDPA_OPERATORS
@@ -151,7 +150,6 @@ RUNGS = {row.name: row for row in OPTIMIZATIONS if row.rung}
 def turn_off_unavailable(config, distributed):
     """(config, notes): the optimizations whose `needs` are not met are turned off."""
     notes = []
-    missing_compiler(distributed.device)  # without torch.compile too: optimizers import it, and it writes its folder
     if config.autocast == "bf16" and distributed.device.type == "cuda":
         if torch.cuda.get_device_capability(distributed.device) < (8, 0):
             config = replace(config, autocast="fp16")

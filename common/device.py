@@ -7,13 +7,12 @@ import os
 import shutil
 import sys
 import sysconfig
-import tempfile
 from pathlib import Path
 
 import torch
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from common.errors import UserError, first_line
+from common.errors import first_line
 
 
 def choose_device_type(choice):
@@ -35,25 +34,7 @@ def missing_compiler(device):
         missing = f"a C++ compiler ({cxx})"
     elif not Path(sysconfig.get_path("include", scheme), "Python.h").exists():
         missing = "Python's headers (python3-dev)"
-    if missing:
-        return f"torch.compile and Triton need {missing}, and this machine has none"
-    return unusable_folder("TORCHINDUCTOR_CACHE_DIR", tempfile.gettempdir())
-
-
-def unusable_folder(variable, default):
-    """Why compiled code cannot run from the folder that an environment variable names, or None.
-
-    Raises UserError if nothing can be written there: PyTorch imports its compiler also without torch.compile.
-    """
-    folder = os.environ.get(variable, default)
-    try:
-        os.makedirs(folder, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=folder) as file:
-            os.chmod(file.name, 0o700)
-            if not os.access(file.name, os.X_OK):
-                return f"compiled code cannot run from {folder}, which is mounted noexec ({variable} sets another)"
-    except OSError as error:
-        raise UserError(f"{variable}: cannot write {folder} ({error.strerror}): set another folder") from error
+    return f"torch.compile and Triton need {missing}, and this machine has none" if missing else None
 
 
 @functools.cache
@@ -62,10 +43,8 @@ def missing_package(module):
     package = module.partition(".")[0]
     try:
         importlib.import_module(module)
-    except ImportError as error:
+    except Exception as error:  # also releases that do not fit each other, a library or a folder that is not there
         return f"{package} cannot be imported ({first_line(error)}): pip install -r requirements-gpu.txt"
-    except Exception as error:  # releases that do not fit each other, a library or a folder that is not there
-        return f"{package} cannot be used ({first_line(error)})"
 
 
 def be_deterministic():

@@ -5,7 +5,7 @@ The functions take a Config and a Distributed, and return in words what is missi
 
 import torch
 
-from common.device import missing_compiler, missing_package, unusable_folder
+from common.device import missing_compiler, missing_package
 from kernels import attention
 
 GENERATIONS = dict(Ampere=(8, 0), Hopper=(9, 0))  # compute capabilities
@@ -61,12 +61,7 @@ def bf16_gpu(config, distributed):
 
 
 def triton(config, distributed):
-    problem = nvidia_gpu(config, distributed) or inductor(config, distributed)
-    if problem:
-        return problem
-    import triton
-
-    return unusable_folder("TRITON_CACHE_DIR", triton.knobs.cache.dir)
+    return nvidia_gpu(config, distributed) or inductor(config, distributed)
 
 
 def triton_and_whole_head(config, distributed):

@@ -1,4 +1,3 @@
-import os
 import sys
 from dataclasses import replace
 from types import SimpleNamespace
@@ -11,7 +10,6 @@ from common import device as device_module
 from common.cli import given, parse
 from common.errors import UserError
 from config import GROUPS, Config, command_line, defaults, resolve, set_sizes
-from kernels import needs
 from model import GPTConfig
 from optim import schedules
 from optim.optimizer import OPTIMIZERS
@@ -113,23 +111,6 @@ def test_without_a_compiler_it_runs_uncompiled(monkeypatch):
     monkeypatch.setattr(device_module.shutil, "which", lambda name: None)
     config, why = resolved()
     assert not config.compile and "C++ compiler" in why
-
-
-def test_a_folder_for_compiled_code_that_is_mounted_noexec_or_cannot_be_written(monkeypatch, tmp_path):
-    pytest.importorskip("triton")
-    access = os.access
-    with monkeypatch.context() as patch:
-        patch.setenv("TORCHINDUCTOR_CACHE_DIR", f"{tmp_path}/cache")
-        patch.setattr(os, "access", lambda path, mode: not path.startswith(str(tmp_path)) and access(path, mode))
-        config, why = resolved()
-        assert not config.compile and f"compile is off: compiled code cannot run from {tmp_path}/cache, which" in why
-    (tmp_path / "file").touch()
-    for variable in ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR"):
-        monkeypatch.setenv(variable, f"{tmp_path}/file/cache")
-        with pytest.raises(UserError, match=f"^{variable}: cannot write .*cache .Not a directory.: set another"):
-            needs.triton(Config(), Distributed(0, 1, torch.device("cuda")))
-    with pytest.raises(UserError, match="^TORCHINDUCTOR_CACHE_DIR: cannot write"):
-        resolved(compile=False)
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ def error(one, other):
     "code, reason",
     [
         ("raise ImportError('no module cuda.core')", r"cannot be imported \(no module cuda.core\): pip install -r"),
-        ("raise RuntimeError('failed to load libnvrtc')", r"cannot be used \(failed to load libnvrtc\)"),
+        ("raise RuntimeError('failed to load libnvrtc')", r"cannot be imported \(failed to load libnvrtc\)"),
         ("def get_version(): raise RuntimeError('no cuBLAS')", r"cannot be used \(no cuBLAS\)"),
     ],
 )
