@@ -1,30 +1,36 @@
-"""A run of train_gpt2.py in a child process, and what the commands that start several runs share.
+"""A training run in processes of its own, and what the commands that start several runs share.
 
-A child process inherits no memory, compiled graphs or settings from the measurement before it.
+A run inherits no memory, compiled graphs or settings from the run before it.
 """
 
-import json
+import contextlib
+import multiprocessing
 import os
 import shlex
 import shutil
 import signal
-import subprocess
+import socket
 import sys
 from dataclasses import fields
+from multiprocessing import connection
 from pathlib import Path
 
 import torch
 
-from common.cli import check_bounds, progress
+from checkpoints.run_folder import facts_of, folder_of
+from common.cli import check_bounds
 from common.device import choose_device_type
-from common.errors import UserError
-from config import INTERVALS, Config, command_line
+from common.errors import UserError, out_of_memory
+from config import INTERVALS, Config, chosen_flags, command_line
 from data.shards import open_shards
 from measure.results import Results
+from parallel import memory, process_group
+from train_gpt2 import train
 
 OUT_OF_MEMORY = "out of memory"
 OFF = (*INTERVALS, "batch_warmup_steps")  # in short runs
-SCRIPT = Path(__file__).parent.parent / "train_gpt2.py"
+# Imported once, by the process that the others are forked from; none touches the GPU
+PRELOAD = ["torch._inductor.compile_fx", "torch.distributed.checkpoint", "torch.distributed.tensor"]
 SPEED = ("ms a step", "tokens/sec", "MFU", "peak GB")  # columns of speed()
 
 
@@ -49,9 +55,10 @@ def count_devices(config):
 
 
 def run_config(config, **changes):
-    """The Config of a run that measure() starts: `config`, which may have flags of a measurement too, with changes."""
+    """The Config of a run that a measurement starts: of `config`, which may have other flags too, with changes."""
     own = {field.name: getattr(config, field.name) for field in fields(Config)}
-    return Config(**own | dict(ladder=False, log_dir=Config.log_dir, run_name=None) | changes)
+    of_one_start = dict(ladder=False, log_dir=Config.log_dir, run_name=None, config=None, resume=Config.resume)
+    return Config(**own | of_one_start | changes)
 
 
 def speed(row):
@@ -62,81 +69,10 @@ def speed(row):
     return [f"{row['ms']:.2f}", f"{row['tokens_per_sec']:,.0f}", mfu, f"{row['peak_gb']:.2f}"]
 
 
-def torchrun_flags(ranks):
-    return ["--standalone", f"--nproc_per_node={ranks}"] if ranks > 1 else []
-
-
 def shown_command(config, ranks):
     """The command line of a run with the flags of run_config(config)."""
-    program = ["torchrun", *torchrun_flags(ranks)] if ranks > 1 else ["python"]
-    return shlex.join([*program, SCRIPT.name, *command_line(run_config(config))])
-
-
-def measure(config, results, name, ranks):
-    """Run train_gpt2.py with the flags of a Config in a child process; returns a dictionary.
-
-    results: a Results; the run's folder is NAME in its folder. ranks: number of processes. A run that is done is not
-    run again. Raises UserError as Results.kept().
-    status is "done", "skipped" (this machine cannot run it), "stopped" (by a signal) or "failed" (a bug). A done run
-    has facts, those of its config.json; the others have a reason.
-    """
-    folder, shown = results.folder, shown_command(config, ranks)
-    if before := results.kept(name, shown):
-        return before
-    shutil.rmtree(folder / name, ignore_errors=True)  # of a measurement that was stopped
-    module = ["-m", "torch.distributed.run", *torchrun_flags(ranks)] if ranks > 1 else []
-    own = ["--log_dir", str(folder), "--run_name", name]
-    command = [sys.executable, *module, str(SCRIPT), *command_line(config), *own]
-    environment = dict(WANDB_RUN_GROUP=folder.name) | os.environ  # read by wandb
-    pipe = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
-    output = folder / f"{name}.txt"
-    with (
-        open(output, "w", buffering=1) as file,
-        progress(None, name, config.max_steps, unit="step") as bar,
-        subprocess.Popen(command, env=environment, **pipe) as process,
-    ):
-        try:
-            for line in process.stdout:
-                file.write(line)
-                bar.update(line.startswith("step ") and " | loss " in line)
-            process.wait()
-        finally:  # also on Ctrl-C: no training stays behind on the GPU
-            process.terminate()
-            try:
-                process.wait(60)  # training finishes its micro-batch
-            except subprocess.TimeoutExpired:
-                process.kill()
-    result = dict(name=name, status="done", command=shown)
-    if process.returncode:
-        return result | explain(output.read_text(), process.returncode, output)
-    facts = json.loads((folder / name / "config.json").read_text())
-    if not facts["finished"]:
-        return result | dict(status="stopped", reason="a signal ended it")
-    return results.keep(result | dict(facts=facts))
-
-
-def read_metrics(folder):
-    """The rows of a run's metrics.jsonl."""
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-
-
-def plain(error):
-    """The reason in an error's text; of all that say that memory ran out, the same."""
-    return OUT_OF_MEMORY if error.startswith(OUT_OF_MEMORY) else error
-
-
-def explain(output, code, where):
-    """Status and reason of a run that ended with exit code `code`, not 0."""
-    lines = output.strip().splitlines() or ["no output"]
-    # Linux kills a process when host memory runs out; torchrun reports it in its summary
-    if code == -signal.SIGKILL or any("exitcode" in line and ": -9" in line for line in lines):
-        return dict(status="skipped", reason=OUT_OF_MEMORY)
-    if code == -signal.SIGTERM:
-        return dict(status="stopped", reason="SIGTERM ended it before its first step")
-    error = next((line.partition(": ")[2] for line in lines if line.startswith(("error: ", "error (rank "))), None)
-    if error:
-        return dict(status="skipped", reason=plain(error))
-    return dict(status="failed", reason=f"exit code {code}, {lines[-1].strip()} (see {where})")
+    program = ["torchrun", "--standalone", f"--nproc_per_node={ranks}"] if ranks > 1 else ["python"]
+    return shlex.join([*program, "train_gpt2.py", *command_line(run_config(config))])
 
 
 def finish(results):
@@ -144,3 +80,126 @@ def finish(results):
     print(f"{results}, {results.kind}.png and what each run printed")
     if failed := [row["name"] for row in results.rows if row["status"] == "failed"]:
         raise UserError(f"{len(failed)} of {len(results.rows)} runs failed: {', '.join(failed)}; the reasons are above")
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The processes of a run
+
+
+class ChildRun:
+    """Processes that train, one for each rank, with a pipe to each."""
+
+    def __init__(self, work, config, ranks, output):
+        """Start work(config, pipe) in `ranks` processes. output: the file that gets what they print."""
+        self.output = output
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(PRELOAD)
+        with contextlib.closing(socket.socket()) as unused:
+            unused.bind(("localhost", 0))
+            port = unused.getsockname()[1]
+        self._pipes, self._processes = [], []
+        for rank in range(ranks):
+            pipe, other = context.Pipe()
+            arguments = work, config, rank, ranks, port, other, str(output)
+            process = context.Process(target=serve, args=arguments, daemon=True)
+            process.start()
+            other.close()
+            self._pipes.append(pipe)
+            self._processes.append(process)
+
+    def ask(self, message):
+        """Send a message to all ranks."""
+        with contextlib.suppress(BrokenPipeError):  # answer() says how the process has ended
+            for pipe in self._pipes:
+                pipe.send(message)
+
+    def answer(self):
+        """What rank 0 sends. Raises UserError with that of a rank, or if memory runs out, and RuntimeError if a rank
+        ends by a bug."""
+        pipe = connection.wait(self._pipes)[0]
+        try:
+            answer = pipe.recv()
+        except EOFError:
+            process = self._processes[self._pipes.index(pipe)]
+            process.join()
+            code = process.exitcode
+            if code == -signal.SIGKILL:  # Linux kills a process when host memory runs out
+                raise UserError(OUT_OF_MEMORY) from None
+            raise RuntimeError(f"exit code {code}, see {self.output}") from None
+        if isinstance(answer, str):
+            raise UserError(answer)
+        return answer
+
+    @property
+    def has_ended(self):
+        return not all(process.is_alive() for process in self._processes)
+
+    def close(self, seconds=10):
+        """End the processes: they have these seconds to end by themselves."""
+        for pipe in self._pipes:
+            pipe.close()
+        connection.wait([process.sentinel for process in self._processes], seconds)
+        for process in self._processes:
+            process.kill()  # one that is still at work
+            process.join()  # its memory is free then
+
+
+def serve(work, config, rank, ranks, port, pipe, output):
+    """A process of a ChildRun."""
+    sys.stdout = sys.stderr = file = open(output, "a", buffering=1)
+    os.dup2(file.fileno(), 1)
+    os.dup2(file.fileno(), 2)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the process that asks
+    if ranks > 1:
+        names = dict(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=ranks, LOCAL_WORLD_SIZE=ranks)
+        names |= dict(MASTER_ADDR="localhost", MASTER_PORT=port)
+        os.environ.update({name: str(value) for name, value in names.items()})
+    try:
+        with out_of_memory(memory.less_memory()):
+            work(config, pipe)
+    except UserError as error:
+        with contextlib.suppress(BrokenPipeError):
+            pipe.send(str(error))
+    except EOFError:
+        process_group.stop()
+
+
+def explain(error):
+    """{status, reason} of a run, for an error of ChildRun.answer(): "skipped" (this machine cannot run it) or "failed"
+    (a bug). All errors that say that memory ran out have the same reason."""
+    reason = OUT_OF_MEMORY if str(error).startswith(OUT_OF_MEMORY) else str(error)
+    return dict(status="skipped" if isinstance(error, UserError) else "failed", reason=reason)
+
+
+def train_to_end(config, results, name, ranks):
+    """Train with the flags of a Config in `ranks` processes; returns a dictionary with name, command and status.
+
+    results: a Results; the run's folder is NAME in its folder. A run that is done has facts, those of its config.json,
+    and is not run again; the others have a reason, see explain(). Raises UserError as Results.kept().
+    """
+    result = dict(name=name, command=shown_command(config, ranks))
+    if before := results.kept(name, result["command"]):
+        return before
+    shutil.rmtree(results.folder / name, ignore_errors=True)  # of a measurement that was stopped
+    own = run_config(config, log_dir=str(results.folder), run_name=name)
+    run = ChildRun(train_whole, own, ranks, results.folder / f"{name}.txt")
+    try:
+        return results.keep(result | dict(status="done", facts=run.answer()))
+    except (UserError, RuntimeError) as error:
+        return result | explain(error)
+    finally:
+        run.close(seconds=0)
+
+
+def train_whole(config, pipe):
+    """The work of train_to_end()'s processes."""
+    os.environ.setdefault("WANDB_RUN_GROUP", Path(config.log_dir).name)  # read by wandb
+    distributed = process_group.start(config.device, config.tensor, config.context, config.pipeline)
+    train(config, distributed, chosen_flags(config))
+    process_group.stop()
+    if distributed.is_main:
+        facts = facts_of(folder_of(config.log_dir, config.run_name))
+        if not facts["finished"]:
+            raise UserError("a signal ended it")
+        pipe.send(facts)
+    pipe.recv()  # until it is closed

@@ -6,6 +6,7 @@ python -m measure.to_loss --max_steps 90 --recipes mask_documents=on   # what th
 
 import common.interrupt  # first: Ctrl-C during the other imports
 
+import json
 import math
 import statistics
 from dataclasses import dataclass, replace
@@ -19,7 +20,7 @@ from common.errors import UserError, run
 from config import GROUPS, SETTLING_STEPS, Config, defaults
 from measure import figures
 from measure.axes import read_recipe
-from measure.child_run import begin, count_devices, finish, measure, read_metrics, run_config
+from measure.child_run import begin, count_devices, finish, run_config, train_to_end
 from optim import schedules
 from optim.optimizer import OPTIMIZERS, optimizer_defaults
 from parallel.memory import LARGEST_IN_WARMUP
@@ -92,7 +93,7 @@ def climb(config):
             rung = match_tokens(rung, results.done[0]["facts"])
         runs = []
         for seed in range(config.seed, config.seed + config.seeds):
-            runs.append(measure(replace(rung, seed=seed), results, f"{index:02d}_seed{seed}", ranks))
+            runs.append(train_to_end(replace(rung, seed=seed), results, f"{index:02d}_seed{seed}", ranks))
             if runs[-1]["status"] != "done":
                 break  # the other seeds would fail too
         row = runs[-1]
@@ -164,7 +165,7 @@ class Curve(NamedTuple):
 def read_curve(folder):
     """The Curve of a run's folder. The first steps include compilation: their time is their tokens times the median
     time per token of the others."""
-    rows = read_metrics(folder)
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     steps, before = [row for row in rows if "step_ms" in row], 0
     for row in steps:
         row["size"], before = row["tokens"] - before, row["tokens"]

@@ -6,32 +6,24 @@ In turn, round by round, they see the same. A process that waits for its turn ho
 
 from common.interrupt import StopSignal
 
-import contextlib
 import math
-import multiprocessing
-import os
-import signal
-import socket
 import statistics
 from dataclasses import dataclass
-from multiprocessing import connection
 
 import torch
 
 from checkpoints import resume
-from common.errors import UserError, out_of_memory
+from common.errors import UserError
 from config import SETTLING_STEPS, chosen_flags, resolve
 from data.loader import Loader, open_streams
 from data.shards import dataset_name
-from measure.child_run import OFF, OUT_OF_MEMORY, plain, run_config, shown_command
+from measure.child_run import OFF, ChildRun, explain, run_config, shown_command
 from parallel import memory, process_group
 from train_gpt2 import build, train_step
 from watch.hardware import environment, flops_per_token, mfu, peak_flops, peak_memory
 
 ROUNDS = 5
 STUDENT_T = 2.776  # two-sided 95% for ROUNDS - 1 degrees of freedom
-# Imported once, by the process that the others are forked from; none touches the GPU
-PRELOAD = ["torch._inductor.compile_fx", "torch.distributed.checkpoint", "torch.distributed.tensor"]
 
 
 @dataclass
@@ -51,76 +43,31 @@ class Gain:
         return vars(self) | dict(is_clear=self.is_clear)
 
 
-class TimedRun:
+class TimedRun(ChildRun):
     """A training run that takes steps when it is asked to."""
 
     def __init__(self, config, ranks, output):
         """Start a run of a Config in `ranks` processes, and take SETTLING_STEPS steps. output: the file that gets what
-        the processes print.
-
-        Raises UserError if the run cannot start or does not fit into memory, RuntimeError if it ends by a bug.
+        the processes print. Raises as answer().
         """
-        self.output, self.rates, self.losses = output, [], []
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(PRELOAD)
-        with contextlib.closing(socket.socket()) as unused:
-            unused.bind(("localhost", 0))
-            port = unused.getsockname()[1]
-        self._pipes, self._processes = [], []
-        for rank in range(ranks):
-            pipe, other = context.Pipe()
-            process = context.Process(target=serve, args=(config, rank, ranks, port, other, str(output)), daemon=True)
-            process.start()
-            other.close()
-            self._pipes.append(pipe)
-            self._processes.append(process)
+        super().__init__(take_turns, config, ranks, output)
+        self.rates, self.losses = [], []
         try:
-            self.facts = self._answer()
+            self.facts = self.answer()
             self.train(SETTLING_STEPS)
         except BaseException:
             self.close()
             raise
         self.rates.clear()
 
-    def _answer(self):
-        """What rank 0 sends, or the first rank that ends."""
-        pipe = connection.wait(self._pipes)[0]
-        try:
-            answer = pipe.recv()
-        except EOFError:
-            process = self._processes[self._pipes.index(pipe)]
-            process.join()
-            code = process.exitcode
-            if code == -signal.SIGKILL:  # Linux kills a process when host memory runs out
-                raise UserError(OUT_OF_MEMORY) from None
-            raise RuntimeError(f"exit code {code}, see {self.output}") from None
-        if isinstance(answer, str):
-            raise UserError(answer)
-        return answer
-
-    @property
-    def has_ended(self):
-        return not all(process.is_alive() for process in self._processes)
-
     def train(self, steps):
-        """Take steps; returns their median tokens/sec. Raises as __init__ does."""
-        with contextlib.suppress(BrokenPipeError):  # _answer() says how the process has ended
-            for pipe in self._pipes:
-                pipe.send(steps)
-        seconds, losses, tokens, self.peak_gb = self._answer()
+        """Take steps; returns their median tokens/sec. Raises as answer()."""
+        self.ask(steps)
+        seconds, losses, tokens, self.peak_gb = self.answer()
         self.losses += losses
         self.seconds = statistics.median(seconds)  # of a step
         self.rates.append(tokens / self.seconds)
         return self.rates[-1]
-
-    def close(self):
-        """End the processes."""
-        for pipe in self._pipes:
-            pipe.close()
-        connection.wait([process.sentinel for process in self._processes], timeout=10)
-        for process in self._processes:
-            process.kill()  # one that is still at work
-            process.join()  # its memory is free then
 
     def result(self):
         """{ms, tokens_per_sec, mfu, peak_gb, facts}: medians over all turns so far."""
@@ -152,10 +99,9 @@ def measure(config, ranks, results, name, seconds, steps, before=None):
     except (UserError, RuntimeError) as error:
         if run:
             run.close()
-        reason = plain(str(error))
         if before and before.has_ended:
-            raise UserError(f"the run before {name} has ended: {reason}") from error
-        return None, result | dict(status="skipped" if isinstance(error, UserError) else "failed", reason=reason)
+            raise UserError(f"the run before {name} has ended: {error}") from error
+        return None, result | explain(error)
     return run, result | dict(status="done", gain=gain) | run.result()
 
 
@@ -174,31 +120,8 @@ def turn(run, seconds, steps):
     return max(math.ceil(steps / ROUNDS), math.ceil(seconds / ROUNDS / run.seconds))
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# The processes of a run
-
-
-def serve(config, rank, ranks, port, pipe, output):
-    """A process of a TimedRun: take as many steps as the pipe asks for, until it is closed."""
-    with open(output, "a") as file:
-        os.dup2(file.fileno(), 1)
-        os.dup2(file.fileno(), 2)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the process that asks
-    if ranks > 1:
-        names = dict(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=ranks, LOCAL_WORLD_SIZE=ranks)
-        names |= dict(MASTER_ADDR="localhost", MASTER_PORT=port)
-        os.environ.update({name: str(value) for name, value in names.items()})
-    try:
-        with out_of_memory(memory.less_memory()):
-            take_turns(config, pipe)
-    except UserError as error:
-        with contextlib.suppress(BrokenPipeError):
-            pipe.send(str(error))
-    except EOFError:
-        process_group.stop()
-
-
 def take_turns(config, pipe):
+    """The work of a TimedRun's processes: as many steps as the pipe asks for, until it is closed."""
     distributed = process_group.start(config.device, config.tensor, config.context, config.pipeline)
     start = resume.find_start(config, distributed)
     config, _ = resolve(config, distributed, memory.free_memory(distributed), start, chosen_flags(config))

@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 
 # read by what is imported below. Inductor's pool of compilers would be a process that stays behind a test
@@ -225,6 +226,8 @@ def no_process_stays():
     if "wandb" in sys.modules:
         sys.modules["wandb"].teardown()  # it has a process of its own, and starts another in the next test
     keep = [fork_server()[0].pid] if fork_server.cache_info().currsize else []
+    # of measure/child_run.py
+    keep += [forkserver._forkserver._forkserver_pid, resource_tracker._resource_tracker._pid]
     end_descendants(os.getpid(), keep)
 
 

@@ -5,23 +5,39 @@ import threading
 import pytest
 import torch
 from conftest import TINY, wait_until
+from fork_server import descendants
 
 from common.cli import given
 from common.errors import UserError
 from config import Config, defaults
-from measure import child_run
+from measure.child_run import ChildRun, explain, train_to_end
 from measure.results import Results
 
 
-def test_why_a_run_ended():
-    memory = "error: out of memory (CUDA out of memory. Tried to allocate 20.00 MiB): use --micro_batch_size 8"
-    assert child_run.explain("", -signal.SIGTERM, "x.txt")["status"] == "stopped"
-    for output, code in [(memory, 1), ("Killed", -9)]:
-        assert child_run.explain(output, code, "x.txt") == dict(status="skipped", reason="out of memory")
-    told = "device     1 × cpu\nerror (rank 1): no train shards in x\nlater"
-    assert child_run.explain(told, 1, "x.txt") == dict(status="skipped", reason="no train shards in x")
-    bug = child_run.explain("Traceback\n  ...\nTypeError: bad operand\n", 1, "x.txt")
-    assert bug["status"] == "failed" and "TypeError: bad operand" in bug["reason"] and "x.txt" in bug["reason"]
+def end_with_a_bug(config, pipe):
+    raise TypeError("bad operand")
+
+
+def end_as_linux_does(config, pipe):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def end_with_an_error(config, pipe):
+    raise UserError("out of memory (CUDA out of memory. Tried to allocate 20.00 MiB): use --micro_batch_size 8")
+
+
+def test_why_a_run_ended(tmp_path):
+    for work in (end_with_a_bug, end_as_linux_does, end_with_an_error):
+        run = ChildRun(work, Config(), 1, tmp_path / work.__name__)
+        with pytest.raises((UserError, RuntimeError)) as caught:
+            run.answer()
+        run.close(0)
+        if work is end_with_a_bug:
+            assert explain(caught.value) == dict(status="failed", reason=f"exit code 1, see {tmp_path}/{work.__name__}")
+            assert (tmp_path / work.__name__).read_text().endswith("TypeError: bad operand\n")
+        else:
+            assert explain(caught.value) == dict(status="skipped", reason="out of memory")
+    assert explain(UserError("no train shards in x")) == dict(status="skipped", reason="no train shards in x")
 
 
 def results(folder, kind="ladder", goes_on=True):
@@ -29,21 +45,22 @@ def results(folder, kind="ladder", goes_on=True):
 
 
 def test_a_run_that_a_signal_stops(corpus, tmp_path):
-    """It ends with exit code 0, and has no figures."""
+    """It ends as a complete one does, and is not kept."""
 
     def stop():
         path = tmp_path / "x" / "00" / "metrics.jsonl"
         wait_until(lambda: path.exists() and path.stat().st_size)
-        with open(f"/proc/self/task/{os.getpid()}/children") as file:
-            os.kill(int(file.read().split()[-1]), signal.SIGTERM)
+        os.kill(descendants(os.getpid())[-1], signal.SIGTERM)
 
     flags = given(Config, arguments=list(map(str, TINY))) | dict(data_dir=str(corpus), max_steps=100_000)
     config = Config(**vars(defaults(flags)) | flags)
     stopper = threading.Thread(target=stop)
     stopper.start()
-    result = child_run.measure(config, results(tmp_path), "00", 1)
+    folder = results(tmp_path)
+    result = train_to_end(config, folder, "00", 1)
     stopper.join()
-    assert result["status"] == "stopped" and result["reason"] == "a signal ended it"
+    assert result["status"] == "skipped" and result["reason"] == "a signal ended it"
+    assert folder.kept("00", result["command"]) is None
 
 
 def test_two_measurements_of_one_name_leave_each_other_alone(tmp_path):
