@@ -18,7 +18,6 @@ from pathlib import Path
 import torch
 
 from checkpoints.run_folder import facts_of, folder_of
-from common.cli import check_bounds
 from common.device import choose_device_type
 from common.errors import UserError, out_of_memory
 from config import INTERVALS, Config, chosen_flags, command_line
@@ -39,7 +38,6 @@ def begin(config, kind, columns, typed=(), goes_on=True):
     use. goes_on: as of Results. Raises UserError if every run would fail."""
     if os.environ.get("WORLD_SIZE", "1") != "1":
         raise UserError("a measurement starts the processes of its runs: start it with python, not with torchrun")
-    check_bounds(config)
     if config.profile or config.memory_snapshot:
         raise UserError("--profile and --memory_snapshot are for a single run: both slow down what is measured here")
     if not config.demo:

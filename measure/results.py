@@ -19,8 +19,8 @@ class Results:
         """Make the folder, print the table's head, and let SIGTERM end the process as Ctrl-C does.
 
         flags: with log_dir and run_name. goes_on: an existing folder of this kind is taken, with the runs that are
-        kept() in it. Raises UserError for another folder that exists, one that another process
-        writes, or one that cannot be made.
+        kept() in it. Raises UserError for another folder that exists, one that another process writes, or one that
+        cannot be made.
         """
         if flags.run_name is not None and (folder := folder_of(flags.log_dir, flags.run_name)).exists():
             if not (goes_on and (folder / f"{kind}.json").exists()):

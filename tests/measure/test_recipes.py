@@ -68,7 +68,6 @@ def test_bad_recipes_end_in_one_line(corpus):
         (dict(max_steps=3), "--max_steps 3: the first 5 steps"),
         (dict(optimizer="muon"), "leave out --optimizer and --fp8, or use --recipes"),
         (dict(batch_warmup_steps=3, recipes=("fp8=on",)), "leave out --batch_warmup_steps"),
-        (dict(seeds=0), "--seeds 0"),
     ):
         with pytest.raises(UserError, match=complaint):
             to_loss.climb(to_loss.ToLossConfig(data_dir=str(corpus), **flags))

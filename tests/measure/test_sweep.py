@@ -68,6 +68,5 @@ def test_bad_sweeps_end_in_one_line(monkeypatch, corpus):
     assert "a sweep needs at least one flag" in error()
     assert "flash=on,perhaps: --flash=perhaps: it must be on or off" in error(axes=("flash=on,perhaps",))
     assert "names a flag twice" in error(axes=("lr=1", "lr=2"))
-    assert "--gpus 0" in error(axes=("lr=1,2",), gpus=0)
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert "start it with python" in error(axes=("lr=1,2",))
