@@ -50,6 +50,8 @@ class Basics:
     """Folder of shards that fineweb.py wrote."""
     max_steps: int = flag(19073, at_least=1, report=True, sweep=False)
     """Training steps; the default is one epoch of 10B tokens."""
+    max_minutes: float | None = flag(None, above=0, report=True, sweep=False)
+    """Train this long instead of --max_steps, without compilation and evaluations. The schedule ends with the time."""
     micro_batch_size: int | None = flag(None, at_least=1)
     """Sequences in one forward pass of a device; by default, what fits. Changes speed and memory, not the batch."""
     lr: float = flag(6e-4, at_least=0, report=True)
@@ -190,6 +192,8 @@ class Output:
     """Steps between checkpoints; 0 is off."""
     keep_checkpoints: int = flag(3, at_least=1, sweep=False)
     """Newest checkpoints to keep; also kept: the best one, and the newest one whose next step was finite."""
+    rollbacks: int = flag(3, at_least=0, sweep=False)
+    """Times that a run which diverges goes back to a checkpoint, skips the data since, and halves its learning rate."""
     log_dir: str = flag("log", sweep=False)
     """Folder of all runs."""
     wandb_project: str = flag("gpt2", sweep=False)
@@ -268,6 +272,8 @@ def resolve(config, distributed, free_memory=None, start=None, typed=None):
     changed. Raises UserError for flags that contradict each other, and for a typed one that is unavailable here.
     """
     check_bounds(config)
+    if config.max_minutes and "max_steps" in (typed or {}):
+        raise UserError("--max_minutes sets the number of steps: leave out --max_steps")
     check_traced_steps(config, start.step if start else 0, distributed.device)
     new = dataclasses.replace(config)
     set_sizes(new, start, typed or {})

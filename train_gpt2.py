@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 
 from checkpoints import resume
-from checkpoints.checkpointer import MAX_BAD_STEPS, Checkpointer
+from checkpoints.checkpointer import Checkpointer
 from common.device import be_deterministic
 from common.errors import out_of_memory, run
 from config import Config, gpt_config, read_command_line, resolve
@@ -30,10 +30,10 @@ from kernels.attention import limit_sdpa
 from kernels.compile import compile_model
 from model import GPT
 from optim.optimizer import make_optimizer, update_if_finite
-from optim.schedules import accumulation_steps, set_learning_rates
+from optim.schedules import accumulation_steps, set_learning_rates, steps_in_time
 from optimizations import plan_switches, saved_operators
 from parallel import activation_checkpointing, gradients, memory, place, process_group
-from watch import plan
+from watch import plan, rollback
 from watch.hardware import flops_per_token
 from watch.ranks import RankMonitor, watched
 from watch.run_log import RunLog
@@ -46,8 +46,10 @@ def main():
         return climb()
     flags, typed = read_command_line()
     distributed = process_group.start(flags.device, flags.tensor, flags.context, flags.pipeline)
+    stop = StopSignal()
     with out_of_memory(memory.less_memory()):
-        train(flags, distributed, typed)
+        while checkpoint := train(flags, distributed, typed, stop):  # to go back to, if the run has diverged
+            flags = rollback.again(flags, checkpoint)
     process_group.stop()
 
 
@@ -101,11 +103,9 @@ def build(config, distributed, weights=None, sizes=None):
 
         tokens = config.micro_batch_size * config.seq_len // config.context
         fp8.convert(model, optimizer, targets=accumulation_steps(0, config, distributed.data_size) * tokens)
-    micro_batches = model.accumulate if config.pipeline > 1 else accumulate
+    steps = model.accumulate if config.pipeline > 1 else accumulate
     monitor = RankMonitor(model, train_forward, config, distributed)
-    return Trainer(
-        config, distributed, model, forward, train_forward, micro_batches, autocast, optimizer, scaler, monitor
-    )
+    return Trainer(config, distributed, model, forward, train_forward, steps, autocast, optimizer, scaler, monitor)
 
 
 def accumulate(trainer, next_batch, micro_steps, stop):
@@ -135,14 +135,14 @@ class StepResult:
     tokens: int
     finite: bool  # whether loss and gradient norm are; with fp16 only the loss counts while its scale is 1 or more
     loss_scale: float | None  # fp16's
+    trained_seconds: float  # of this process's steps before, without compilation; the mean over the ranks
     seconds: float  # of the whole step, data loading included
     own_ms: list  # each rank's own time in the step before, see watch/ranks.py
 
 
 def train_step(trainer, step, next_batch, stop):
-    """Forward and backward over the micro-batches of step `step`, clip, update: a StepResult.
-
-    next_batch: Loader.next_batch. stop: a StopSignal. Raises Stopped as accumulate: no weight has changed."""
+    """Forward and backward over the micro-batches of step `step`, clip, update: a StepResult. next_batch:
+    Loader.next_batch. stop: a StopSignal. Raises Stopped as accumulate: no weight has changed."""
     trainer.monitor.start_step()
     config, distributed, scaler = trainer.config, trainer.distributed, trainer.scaler
     micro_steps = accumulation_steps(step, config, distributed.data_size)
@@ -150,17 +150,17 @@ def train_step(trainer, step, next_batch, stop):
     loss = trainer.accumulate(trainer, next_batch, micro_steps, stop)
     scaler.unscale_(trainer.optimizer)
     norm = gradients.clip(trainer.model, config.grad_clip)
-    means = loss / distributed.world_size, norm / distributed.world_size
+    means = (value / distributed.world_size for value in (loss, norm, trainer.monitor.trained_seconds))
     wait = distributed.begin_all_reduce(*means, stop.requested, trainer.monitor.report())
     update_if_finite(trainer.optimizer, scaler, norm)
     gradients.zero(trainer)
-    mean_loss, mean_norm, stops, *own_ms = wait()  # for the all-reduce, not for the update: the GPU stays busy
+    mean_loss, mean_norm, trained, stops, *own_ms = wait()  # for the all-reduce, not for the update: the GPU stays busy
     stop.agreed = stops > 0
     scale = scaler.get_scale() if scaler.is_enabled() else None
     # fp16: GradScaler skips an update that overflows and halves its scale, which is normal until the scale is below 1
     finite = math.isfinite(mean_loss if scale and scale >= 1 else mean_loss + mean_norm)
     tokens = micro_steps * config.micro_batch_size * config.seq_len * distributed.data_size
-    return StepResult(lr, mean_loss, mean_norm, tokens, finite, scale, trainer.monitor.end_step(), own_ms)
+    return StepResult(lr, mean_loss, mean_norm, tokens, finite, scale, trained, trainer.monitor.end_step(), own_ms)
 
 
 @dataclass
@@ -178,10 +178,11 @@ class Run:
     tokens: int  # trained on so far
 
 
-def train(flags, distributed, typed):
-    """Train as a Config says. typed: the flags on the command line; one that is unavailable here is an error."""
+def train(flags, distributed, typed, stop):
+    """Train as a Config says; typed: its flags on the command line. Returns what loop() returns."""
     start = resume.find_start(flags, distributed)
     config, notes = resolve(flags, distributed, memory.free_memory(distributed), start, typed)
+    config = rollback.as_left(config, start)
     notes += resume.changed_flags(start, config)
     train_stream, val_stream, data = open_streams(config, distributed)
     resume.check_same(start, config, data)
@@ -193,23 +194,22 @@ def train(flags, distributed, typed):
     flops = flops_per_token(trainer.model, config.seq_len)
     log = distributed.on_main(lambda: RunLog(config, flags, distributed, flops, start.resumed, start.training))
     config.run_name = distributed.broadcast(log and log.folder.name)  # RunLog names a run that has no name
-    checkpointer = Checkpointer(trainer, loader, data, log, start.step)
+    checkpointer = Checkpointer(trainer, loader, data, log, start)
     run = Run(trainer, loader, val_stream, hellaswag, log, checkpointer, start, start.step, start.tokens)
-    if log:
-        plan.print_plan(run, notes, plan_switches(config))
+    plan.print_plan(run, notes, plan_switches(config))
     with out_of_memory(memory.less_memory(config.micro_batch_size)), watched(run) as tracer:
-        loop(run, tracer)
+        return loop(run, tracer, stop)
 
 
-def loop(run, tracer):
-    """The training loop, and the end of the run. tracer: of watch/ranks.py."""
+def loop(run, tracer, stop):
+    """The training loop, and the run's end. Returns the checkpoint that a diverged run goes back to, or else None."""
     config, checkpointer, log = run.trainer.config, run.checkpointer, run.log
-    stop, bad_steps = StopSignal(), 0  # bad_steps: consecutive ones with a loss or norm that is not finite
+    health = rollback.Health()
     common.interrupt.end_at_once()  # until the first step, which compiles, is done: there is nothing to save
 
     while True:  # save before evaluating: an evaluation that fails loses nothing
         last = stop.agreed or run.step >= config.max_steps
-        checkpointer.save_if_due(run.step, run.tokens, healthy=not bad_steps, last=last)
+        checkpointer.save_if_due(run.step, run.tokens, healthy=not health.bad_steps, last=last)
         try:
             if not stop.agreed:
                 evaluate_if_due(run, stop)
@@ -221,18 +221,19 @@ def loop(run, tracer):
             continue
         stop.listen()  # from now on: finish the micro-batch (several ranks: the step), save, stop
         run.tokens += result.tokens
-        bad_steps = 0 if result.finite else bad_steps + 1
+        health.observe(run.step, result)
         if log:
-            log.train_step(run.step, run.tokens, result, bad_steps)
+            log.train_step(run.step, run.tokens, result, health.bad_steps)
         tracer.step()
         run.step += 1
-        if bad_steps >= MAX_BAD_STEPS:
+        config.max_steps = steps_in_time(config, run.step, run.start, result.trained_seconds)
+        if health.problem and (checkpoint := rollback.go_back(run, health, result.tokens)):
+            return checkpoint
+        if health.bad_steps >= rollback.MAX_BAD_STEPS:
             break
 
-    checkpointer.finish(run.step, bad_steps)
-    if log:
-        log.close(finished=not stop.agreed)
-        plan.print_summary(run, stop)
+    checkpointer.finish(run.step, health.problem, finished=not stop.agreed)
+    plan.print_summary(run, stop)
 
 
 if __name__ == "__main__":

@@ -17,8 +17,6 @@ from common.device import full_tensor
 from common.errors import UserError
 from common.files import is_disk_full
 
-MAX_BAD_STEPS = 10  # in a row, with a loss or gradient norm that is not finite: the run stops
-
 
 class Checkpointer:
     """Saves a run when a checkpoint is due, and writes it in a thread while training continues.
@@ -26,17 +24,18 @@ class Checkpointer:
     Every rank has one, since a snapshot is a collective. Rank 0 writes; the ranks of a sharded model all write.
     """
 
-    def __init__(self, trainer, loader, data, log, step):
+    def __init__(self, trainer, loader, data, log, start):
         """trainer: train_gpt2.Trainer. data: the shards' identity(). log: rank 0's RunLog, None on the other ranks.
-        step: where the run starts."""
+        start: a resume.Start."""
         self.config, self.distributed = trainer.config, trainer.distributed
         self.model, self.optimizer, self.scaler = trainer.model, trainer.optimizer, trainer.scaler
-        self.loader, self.data = loader, data
+        self.monitor = trainer.monitor
+        self.loader, self.data, self.start = loader, data, start
         self.log = log
         self.folder = Path(self.config.log_dir) / self.config.run_name
         self.group = dist.new_group(backend="gloo") if has_dtensors(self.model) else None
-        self.saved = step  # the step of the last snapshot, written or not; at first the step where the run starts
-        self.reached = step  # the newest step whose last loss and gradient were finite
+        self.saved = start.step  # the step of the last snapshot, written or not; at first where the run starts
+        self.reached = start.step  # the newest step whose last loss and gradient were finite
         self.pending = False  # a checkpoint is due, and waits for a finite step
         self._thread = ThreadPoolExecutor(1)
         self._writing = None
@@ -67,7 +66,9 @@ class Checkpointer:
         if not (self.distributed.is_main or self.group):
             return
         training = dict(step=step, tokens=tokens, scaler=self.scaler.state_dict()) | self.data
-        training["loader"] = dict(self.loader.state(), position=tokens)  # the loader may be inside an interrupted step
+        training["trained_seconds"] = self.start.trained_seconds + self.monitor.trained_seconds
+        # the loader may be inside an interrupted step
+        training["loader"] = dict(self.loader.state(), position=tokens + self.start.skipped_tokens)
         if self.log:
             training["run"] = dict(self.log.facts)
             self.log.flush()
@@ -82,26 +83,26 @@ class Checkpointer:
         if error and self.distributed.is_main:
             print(f"the checkpoint was not written ({error}); {self.newest()}")
 
-    def finish(self, step, bad_steps):
-        """Wait until everything is on disk, on all ranks. bad_steps: how many steps in a row were not finite. Raises
-        UserError on rank 0 if the run diverged or, unless checkpoint_every is 0, if `step` is not saved."""
+    def finish(self, step, problem, finished):
+        """Wait until everything is on disk, on all ranks. and close the log. problem: why the run diverged, or
+        None. Raises UserError on rank 0 if it did or, unless checkpoint_every is 0, if `step` is not saved."""
         self.wait()
         if self.log:
             self._prune()  # the last validation loss is known now
         self.distributed.all_reduce(0)  # all wait: a scheduler may end the job when one process exits
         if not self.log:
             return
-        problem, every = None, self.config.checkpoint_every
+        every = self.config.checkpoint_every
         if every and not math.isfinite(self.log.val_losses.get(step, 0.0)):
             problem = f"the validation loss of step {step} is not finite; {self._way_back()}"
-        elif bad_steps >= MAX_BAD_STEPS:
-            problem = f"the loss or the gradient was not finite in {bad_steps} steps in a row; {self._way_back()}"
+        elif problem:
+            problem = f"{problem}; {self._way_back()}"
         elif every and self.saved < step:
             problem = f"step {step} is not saved: its loss, gradient or weights are not finite; {self._way_back()}"
         elif every and self._failed:
             problem = f"step {step} is not saved; {self.newest()}"
+        self.log.close(finished=finished and not problem)
         if problem:
-            self.log.close(finished=False)
             raise UserError(problem)
 
     def _way_back(self):

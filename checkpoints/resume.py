@@ -33,6 +33,24 @@ class Start:
     def tokens(self):
         return self.training["tokens"] if self.training else 0
 
+    @property
+    def rollbacks(self):
+        """Those of the run before this start, see watch/rollback.py."""
+        return self.training["rollbacks"] if self.training else []
+
+    @property
+    def skipped_tokens(self):
+        return sum(rollback["skipped_tokens"] for rollback in self.rollbacks)
+
+    @property
+    def trained_seconds(self):
+        return self.training.get("trained_seconds", 0.0) if self.training else 0.0
+
+    @property
+    def lost_seconds(self):
+        """Of the steps that were rolled back."""
+        return sum(rollback["lost_seconds"] for rollback in self.rollbacks)
+
 
 def find_start(config, distributed):
     """The Start that --resume and --init_from select. A collective.
@@ -46,6 +64,9 @@ def find_start(config, distributed):
         weights = distributed.broadcast(distributed.on_main(lambda: load.locate(config.init_from)))
         distributed.on_main(lambda: load.verify_weights(weights))
     training = load.read_training(resumed) if resumed else None
+    if training:  # the run's own file has the rollbacks since, too
+        rollbacks = (facts_of(run_of(resumed)) or training["run"]).get("rollbacks", [])
+        training["rollbacks"] = [each for each in rollbacks if each["step"] <= training["step"]]
     return Start(resumed, training, weights, load.load_config(weights) if weights else None)
 
 
@@ -141,7 +162,7 @@ def restore(start, model, optimizer, scaler, loader, distributed):
     fp8 scales stay as they are if the checkpoint has none, or those of other modules. Raises UserError for data in
     another order, or the state of another model or optimizer.
     """
-    loader.restore(start.training["loader"])
+    loader.restore(start.training["loader"] | dict(position=start.tokens + start.skipped_tokens))
     state, names = named_state(model, optimizer), [f"scales.{distributed.rank}", "scales.0"]
     files = [name for name in start.training["sha256"] if name.endswith(".safetensors")]
     with load.explained(start.resumed, expected="another checkpoint"):

@@ -12,17 +12,20 @@ FEW_STEPS = 10  # a run with a smaller --max_steps gets no figure
 
 
 def print_plan(run, notes, switches):
-    """Print what is about to run.
+    """Print what is about to run, on rank 0.
 
     run: train_gpt2.Run; notes: of resolve(); switches: {name: on} of the optimizations, in the order and with the names
     to print, such as {"tf32": True, "autocast bf16": True, "fp8": False}.
     """
     config, distributed, start, log = run.trainer.config, run.trainer.distributed, run.start, run.log
+    if not log:
+        return
     train_stream, val_stream = run.loader.stream, run.val_stream
     facts, world_size = log.facts, distributed.world_size
     init = f"resumed from {start.resumed}" if start.resumed else f"{start.weights or 'scratch'}, seed {config.seed}"
     accumulated = accumulation_steps(config.batch_warmup_steps, config, distributed.data_size)
     total = start.tokens + tokens_to_train(config, start.step, distributed.data_size)
+    amount = f"{count(config.max_steps, 'step')}, {total:,} tokens, {total / train_stream.total:.2f} epochs"
     on = ", ".join(name for name, value in switches.items() if value)
     off = ", ".join(name for name, value in switches.items() if not value)
     sizes = f"{count(config.n_layer, 'layer')}, {count(config.n_head, 'head')}, {config.n_embd} wide"
@@ -44,7 +47,7 @@ def print_plan(run, notes, switches):
         ("batch", batch),
         *([("parallel", place.describe(config, distributed))] if world_size > 1 else []),
         ("recipe", f"{config.optimizer}, lr {config.lr:g}, {warmup}, then {config.lr_schedule}"),
-        ("training", f"{count(config.max_steps, 'step')}, {total:,} tokens, {total / train_stream.total:.2f} epochs"),
+        ("training", f"{config.max_minutes:g} minutes of steps" if config.max_minutes else amount),
         ("on", f"{on} (off: {off})" if off else on),
         ("data", f"{config.data_dir}: {data}"),
         ("HellaSwag", count(len(run.hellaswag.labels), "item") if run.hellaswag else "off"),
@@ -71,11 +74,13 @@ def note_lines(notes):
 
 
 def print_summary(run, stop):
-    """Draw the run's curves, print what it has reached and what to type next.
+    """Draw the run's curves, print what it has reached and what to type next, on rank 0.
 
     run: train_gpt2.Run; stop: its StopSignal. Raises UserError if its logs lack lines.
     """
     config, log = run.trainer.config, run.log
+    if not log:
+        return
     if len(log.val_losses) > 1:
         first, last = min(log.val_losses), max(log.val_losses)
         print(

@@ -31,6 +31,7 @@ class RankMonitor:
 
     def __init__(self, model, train_forward, config, distributed):
         """model: a GPT; train_forward: the same, in DDP or not; config: a resolved Config."""
+        self.trained_seconds = 0.0  # of the steps so far, but the first two of this process
         self.distributed = distributed
         self._steps, self._marks = 0, {}
         self._own_ms = math.nan  # of the last complete step
@@ -68,8 +69,10 @@ class RankMonitor:
             start, end = self._marks["start"], self._marks["gradient"]
             gpu = self.distributed.device.type == "cuda"
             self._own_ms = start.elapsed_time(end) if gpu else 1000 * (end - start)
+        seconds = time.perf_counter() - self._began
+        self.trained_seconds += seconds if self._steps >= SETTLING else 0.0
         self._steps += 1
-        return time.perf_counter() - self._began
+        return seconds
 
 
 def slowest(times):

@@ -65,6 +65,7 @@ class RunLog:
             self.facts = dict(vars(config), run_name=self.folder.name, world_size=distributed.world_size)
             self.facts |= environment(device) | dict(started_in=os.getcwd(), finished=False, wandb_id=None)
             self.facts["dataset"] = dataset_name(config.data_dir)
+            self.facts["rollbacks"] = training.get("rollbacks", []) if training else []
             if training and earlier and self.first_step >= config.max_steps:  # no step follows: the run stays as it is
                 if step_of(checkpoints_of(self.folder)[0]) > self.first_step:
                     raise UserError(

@@ -159,7 +159,7 @@ def make_checkpointer(log_dir, layout="ddp", **flags):
     trainer = SimpleNamespace(config=config, distributed=ALONE, model=model, optimizer=optimizer, scaler=scaler)
     loader = SimpleNamespace(state=lambda: dict(position=0, total=1, seed=1, shuffle=True))
     log = SimpleNamespace(facts={}, val_losses={}, flush=lambda: None)
-    return Checkpointer(trainer, loader, {}, log, 0), log.val_losses
+    return Checkpointer(trainer, loader, {}, log, resume.Start(None, None, None, None)), log.val_losses
 
 
 def test_folders_of_other_names_are_no_checkpoints(tmp_path):

@@ -1,0 +1,69 @@
+"""Norms by layer: of weights, gradients and activations. They show where a run diverges."""
+
+import torch
+from torch.nn.utils import get_total_norm
+
+from common.cli import progress
+from common.device import full_tensor
+from data.loader import Loader
+from parallel import gradients
+from parallel.fsdp import is_sharded
+
+
+def print_norms(run, tokens):
+    """Print a table of the run's last step, of so many tokens: forward and backward again, one sequence at a time.
+
+    Norms are L2 norms of a layer's weights and gradients, activations the largest root mean square of a sequence's. Of
+    several ranks the largest value is shown. Gradients are those of the weights after the step, before clipping.
+
+    run: train_gpt2.Run. A collective. There is no table with --pipeline and --context, where no rank has all of a
+    sequence.
+    """
+    trainer, distributed, model = run.trainer, run.trainer.distributed, run.trainer.model
+    config = trainer.config
+    if config.pipeline > 1 or config.context > 1:
+        return
+    layers = dict(embedding=model.transformer.wte, positions=model.transformer.wpe)
+    layers |= {f"block {i}": block for i, block in enumerate(model.transformer.h)}
+    layers["last LayerNorm"] = model.transformer.ln_f
+    squares, last_tokens = {name: [] for name in layers}, []
+
+    def keep(name, output):
+        output = full_tensor(output.detach()).float()
+        squares[name].append(output.square().mean())
+        if name == "last LayerNorm":
+            last_tokens.append(output[:, -1])  # (1, C)
+
+    hooks = [
+        layer.register_forward_hook(lambda _, inputs, output, name=name: keep(name, output))
+        for name, layer in layers.items()
+    ]
+    loader = Loader(run.loader.stream, 1, config.seq_len, distributed)
+    loader.position = run.loader.position - tokens
+    sequences = tokens // (config.seq_len * distributed.data_size)
+    for i in progress(range(sequences), "norms by layer"):
+        batch = loader.next_batch()
+        with gradients.accumulation(trainer, last=is_sharded(config) and i == sequences - 1):
+            with trainer.autocast:
+                loss = model(*batch) / sequences
+            loss.backward()
+    for hook in hooks:
+        hook.remove()
+    table = full_tensor(model.transformer.wte.weight.detach()).float()
+    logits = (torch.cat(last_tokens) @ table.T).abs().amax()  # of the last token of each sequence
+    values = [logits, *(value for name, layer in layers.items() for value in norms(layer, squares[name]))]
+    values = torch.stack(distributed.all_gather(torch.stack([value.cpu() for value in values]))).amax(0)  # NaN stays
+    if distributed.is_main:
+        print(f"{'largest of all ranks':20s} {'weights':>12s} {'gradients':>12s} {'activations':>12s}")
+        for name, row in zip(layers, values[1:].view(-1, 3).tolist()):
+            print(f"{name:20s} " + " ".join(f"{value:12.4g}" for value in row))
+        print(f"{'largest logit':20s} {values[0].item():12.4g}")
+
+
+@torch.no_grad()
+def norms(layer, squares):
+    """(weights', gradients', activations') of a layer, each () float32."""
+    parameters = list(layer.parameters())
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    own = [full_tensor(get_total_norm(tensors)) for tensors in (parameters, gradients)]
+    return *own, torch.stack(squares).amax().sqrt()

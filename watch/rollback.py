@@ -1,0 +1,125 @@
+"""When a run has diverged, and going back: to an earlier checkpoint, past the data since, at half the learning rate.
+
+The run's config.json, and so the next checkpoints, list the rollbacks. A resumed run starts as the last one left it.
+"""
+
+import collections
+import dataclasses
+import gc
+import math
+import statistics
+
+import torch
+
+from checkpoints.load import read_training, verify
+from checkpoints.run_folder import checkpoints_of, step_of
+from common.errors import UserError
+from optim.schedules import steps_in_time
+from watch.by_layer import print_norms
+
+MAX_BAD_STEPS = 10  # in a row, with a loss or gradient norm that is not finite
+# A loss that stays above its trend: the mean of the last TREND_STEPS is MARGIN nats above the lowest such mean so far.
+# A spike that a run survives by itself is over sooner
+TREND_STEPS, MARGIN = 20, 0.5
+LR_FACTOR = 0.5  # of all learning rates, at each rollback
+
+
+class Health:
+    """Whether a run has diverged. All ranks see the same losses, so they agree without a collective."""
+
+    def __init__(self):
+        self.bad_steps = 0  # in a row, up to the last one, with a loss or norm that is not finite
+        self.sound = 0  # the newest step that was well: so was the checkpoint from which it began
+        self.forget()
+
+    def forget(self):
+        """Begin a new trend."""
+        self._losses = collections.deque(maxlen=TREND_STEPS)
+        self._mean = self._lowest = math.inf
+
+    def observe(self, step, result):
+        """Take in the train_gpt2.StepResult of step `step`."""
+        self.bad_steps = 0 if result.finite else self.bad_steps + 1
+        if not math.isfinite(result.loss):
+            return
+        if result.finite and result.loss <= self._lowest + MARGIN / 2:
+            self.sound = step
+        self._losses.append(result.loss)
+        if len(self._losses) == TREND_STEPS:
+            self._mean = statistics.fmean(self._losses)
+            self._lowest = min(self._lowest, self._mean)
+
+    @property
+    def problem(self):
+        """Why the run has diverged, in words, or None."""
+        if self.bad_steps >= MAX_BAD_STEPS:
+            return f"the loss or the gradient was not finite in {self.bad_steps} steps in a row"
+        if self._mean > self._lowest + MARGIN:
+            return f"the mean loss of {TREND_STEPS} steps is {self._mean:.3f}, and was {self._lowest:.3f}"
+        return None
+
+
+def go_back(run, health, tokens):
+    """The checkpoint that a diverged run goes back to, or None if there is none, or no rollback is left.
+
+    tokens: of the last step. A collective. It prints what happened and the norms by layer, and notes the rollback in
+    config.json. The run's log is closed; train_gpt2.train() begins again with the flags of again().
+    """
+    trainer, log, checkpointer = run.trainer, run.log, run.checkpointer
+    config, distributed = trainer.config, trainer.distributed
+    done = run.start.rollbacks
+    checkpoint = None
+    if len(done) < config.rollbacks:
+        checkpointer.wait()
+        checkpoint = distributed.broadcast(distributed.on_main(lambda: newest_sound(checkpointer.folder, health)))
+    if not checkpoint:
+        if log and not health.bad_steps:
+            print(f"step {run.step:5d}/{config.max_steps} | {health.problem}: no rollback is left, training goes on")
+        health.forget()
+        return None
+    print_norms(run, tokens)
+    training = read_training(checkpoint)
+    skipped = run.tokens - training["tokens"]
+    lost = run.start.trained_seconds + trainer.monitor.trained_seconds - training["trained_seconds"]
+    if log:
+        print(
+            f"step {run.step:5d}/{config.max_steps} | {health.problem}: back to {checkpoint}, with {LR_FACTOR:g} × the "
+            f"learning rate and without the {skipped:,} tokens since (rollback {len(done) + 1} of {config.rollbacks})"
+        )
+        own = dict(problem=health.problem, diverged=run.step, step=training["step"])
+        own |= dict(skipped_tokens=skipped, lost_seconds=lost)
+        log.facts |= dict(rollbacks=[*done, own], wandb_id=None)  # wandb's step cannot decrease: a new page
+        log.close(finished=False)
+    distributed.all_reduce(0)  # until config.json is written, which all ranks read
+    return checkpoint
+
+
+def newest_sound(folder, health):
+    """The newest undamaged checkpoint of a time when all was well."""
+    for path in checkpoints_of(folder):
+        if step_of(path) <= health.sound:
+            try:
+                verify(path)
+                return path
+            except UserError as error:
+                print(f"{error}: not used")
+    return None
+
+
+def again(flags, checkpoint):
+    """The flags with which a run begins again from a checkpoint. Frees the memory of the model, to which nothing must
+    refer."""
+    gc.collect()
+    torch.compiler.reset()
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+    folder = checkpoint.parent
+    own = dict(log_dir=str(folder.parent), run_name=folder.name, resume=str(checkpoint), profile=0, memory_snapshot=0)
+    return dataclasses.replace(flags, **own)
+
+
+def as_left(config, start):
+    """A resolved Config with the learning rates and the remaining time that a checkpoints.resume.Start leaves."""
+    factor = LR_FACTOR ** len(start.rollbacks)
+    steps = steps_in_time(config, start.step, start)
+    return dataclasses.replace(config, lr=config.lr * factor, adamw_lr=config.adamw_lr * factor, max_steps=steps)
