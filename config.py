@@ -134,8 +134,6 @@ class Recipe:
     """With wsd: the fraction of all steps in which the learning rate decays."""
     weight_decay: float = flag(0.1, at_least=0, report=True)
     """Weight decay of matrices and embeddings."""
-    beta1: float = flag(0.9, at_least=0, below=1, report=True)
-    """AdamW's decay rate of the first moment."""
     beta2: float = flag(0.95, at_least=0, below=1, report=True)
     """AdamW's decay rate of the second moment."""
     adamw_lr: float = flag(3.6e-3, at_least=0, report=True)
@@ -196,8 +194,6 @@ class Output:
     """Times that a run which diverges goes back to a checkpoint, skips the data since, and halves its learning rate."""
     log_dir: str = flag("log", sweep=False)
     """Folder of all runs."""
-    wandb_project: str = flag("gpt2", sweep=False)
-    """Project on wandb."""
     profile: int = flag(0, at_least=0, one_start=True, sweep=False)
     """Trace this many steps with PyTorch's profiler and print where their time went; 0 is off."""
     memory_snapshot: int = flag(0, at_least=0, one_start=True, sweep=False)

@@ -204,7 +204,7 @@ def train(flags, distributed, typed, stop):
 def loop(run, tracer, stop):
     """The training loop, and the run's end. Returns the checkpoint that a diverged run goes back to, or else None."""
     config, checkpointer, log = run.trainer.config, run.checkpointer, run.log
-    health = rollback.Health()
+    health = rollback.Health(run.start)
     common.interrupt.end_at_once()  # until the first step, which compiles, is done: there is nothing to save
 
     while True:  # save before evaluating: an evaluation that fails loses nothing

@@ -65,7 +65,7 @@ def adamw_groups(parameters, config, peak):
         dict(params=[p for p in parameters if p.dim() >= 2], weight_decay=config.weight_decay, peak=peak),
         dict(params=[p for p in parameters if p.dim() < 2], weight_decay=0.0, peak=peak),
     ]
-    return groups, dict(lr=peak, betas=(config.beta1, config.beta2), eps=1e-8)
+    return groups, dict(lr=peak, betas=(0.9, config.beta2), eps=1e-8)
 
 
 OPTIMIZERS = dict(

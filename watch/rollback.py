@@ -18,8 +18,8 @@ from optim.schedules import steps_in_time
 from watch.by_layer import print_norms
 
 MAX_BAD_STEPS = 10  # in a row, with a loss or gradient norm that is not finite
-# A loss that stays above its trend: the mean of the last TREND_STEPS is MARGIN nats above the lowest such mean so far.
-# A spike that a run survives by itself is over sooner
+# A loss that stays above its trend: the median of the last TREND_STEPS losses is MARGIN nats above the lowest such
+# median so far. A spike that a run survives by itself is over sooner
 TREND_STEPS, MARGIN = 20, 0.5
 LR_FACTOR = 0.5  # of all learning rates, at each rollback
 
@@ -27,35 +27,45 @@ LR_FACTOR = 0.5  # of all learning rates, at each rollback
 class Health:
     """Whether a run has diverged. All ranks see the same losses, so they agree without a collective."""
 
-    def __init__(self):
+    def __init__(self, start):
+        """start: a checkpoints.resume.Start."""
         self.bad_steps = 0  # in a row, up to the last one, with a loss or norm that is not finite
-        self.sound = 0  # the newest step that was well: so was the checkpoint from which it began
+        self.sound = start.step  # the newest step that was well: so was the checkpoint from which it began
         self.forget()
+        if start.rollbacks:
+            self._trend = [(start.step - 1, start.rollbacks[-1]["lowest_loss"] or math.inf)]
 
     def forget(self):
         """Begin a new trend."""
         self._losses = collections.deque(maxlen=TREND_STEPS)
-        self._mean = self._lowest = math.inf
+        self._median = -math.inf  # of the last TREND_STEPS losses
+        self._trend = [(-1, math.inf)]  # (step, the lowest of these medians so far)
 
     def observe(self, step, result):
         """Take in the train_gpt2.StepResult of step `step`."""
         self.bad_steps = 0 if result.finite else self.bad_steps + 1
         if not math.isfinite(result.loss):
             return
-        if result.finite and result.loss <= self._lowest + MARGIN / 2:
+        lowest = self._trend[-1][1]
+        if result.finite and result.loss <= lowest + MARGIN / 2:
             self.sound = step
         self._losses.append(result.loss)
         if len(self._losses) == TREND_STEPS:
-            self._mean = statistics.fmean(self._losses)
-            self._lowest = min(self._lowest, self._mean)
+            self._median = statistics.median(self._losses)
+            self._trend.append((step, min(lowest, self._median)))
+
+    def lowest_before(self, step):
+        """The lowest median loss before a step; infinite if there is none."""
+        return next((lowest for other, lowest in reversed(self._trend) if other < step), math.inf)
 
     @property
     def problem(self):
         """Why the run has diverged, in words, or None."""
+        lowest = self._trend[-1][1]
         if self.bad_steps >= MAX_BAD_STEPS:
             return f"the loss or the gradient was not finite in {self.bad_steps} steps in a row"
-        if self._mean > self._lowest + MARGIN:
-            return f"the mean loss of {TREND_STEPS} steps is {self._mean:.3f}, and was {self._lowest:.3f}"
+        if self._median > lowest + MARGIN:
+            return f"the median loss of {TREND_STEPS} steps is {self._median:.3f}, and was {lowest:.3f}"
         return None
 
 
@@ -87,7 +97,8 @@ def go_back(run, health, tokens):
             f"learning rate and without the {skipped:,} tokens since (rollback {len(done) + 1} of {config.rollbacks})"
         )
         own = dict(problem=health.problem, diverged=run.step, step=training["step"])
-        own |= dict(skipped_tokens=skipped, lost_seconds=lost)
+        lowest = health.lowest_before(training["step"])
+        own |= dict(skipped_tokens=skipped, lost_seconds=lost, lowest_loss=lowest if math.isfinite(lowest) else None)
         log.facts |= dict(rollbacks=[*done, own], wandb_id=None)  # wandb's step cannot decrease: a new page
         log.close(finished=False)
     distributed.all_reduce(0)  # until config.json is written, which all ranks read

@@ -13,7 +13,6 @@ class WandbPage:
     def __init__(self, config):
         """Decide where the page is: --wandb auto means online if wandb is logged in and offline otherwise, or
         WANDB_MODE if that is set. Raises UserError if it must be online and there is no login."""
-        self.project = config.wandb_project
         self.run = None  # wandb's own run object, or None without a page
         mode = os.environ.get("WANDB_MODE") or "auto" if config.wandb == "auto" else config.wandb
         self._modes = [] if mode == "disabled" else ["offline"]  # of the page; after an error, the next
@@ -50,7 +49,7 @@ class WandbPage:
 
                 self._samples = wandb.Table(columns=["step", "text"], log_mode="INCREMENTAL")
                 self.run = wandb.init(
-                    project=self.project,
+                    project=os.environ.get("WANDB_PROJECT", "gpt2"),
                     name=folder.name,
                     id=facts["wandb_id"],
                     resume="allow",  # an upload adds to the page of this id

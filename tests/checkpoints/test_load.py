@@ -72,7 +72,7 @@ def restore(folder, layout="ddp", scaled=None):
         value.zero_()
     if scaled:
         model.scaled = scaled
-    start = resume.Start(folder, load.read_training(folder), folder, load.load_config(folder))
+    start = resume.Start(folder, load.read_training(folder) | dict(rollbacks=[]), folder, load.load_config(folder))
     load.load_weights(folder, model)
     loader = SimpleNamespace(restore=lambda state: None)
     resume.restore(start, model, optimizer, torch.amp.GradScaler("cpu", enabled=True), loader, ALONE)

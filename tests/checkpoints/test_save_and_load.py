@@ -157,6 +157,7 @@ def make_checkpointer(log_dir, layout="ddp", **flags):
     resume.initialize(model, None)
     optimizer, scaler = make_optimizer(model, config), torch.amp.GradScaler("cpu", enabled=False)
     trainer = SimpleNamespace(config=config, distributed=ALONE, model=model, optimizer=optimizer, scaler=scaler)
+    trainer.monitor = SimpleNamespace(trained_seconds=0.0)
     loader = SimpleNamespace(state=lambda: dict(position=0, total=1, seed=1, shuffle=True))
     log = SimpleNamespace(facts={}, val_losses={}, flush=lambda: None)
     return Checkpointer(trainer, loader, {}, log, resume.Start(None, None, None, None)), log.val_losses
@@ -328,7 +329,7 @@ def test_the_state_of_any_optimizer_is_restored(tmp_path, make):
     other = make(model.parameters())
     allocate_state(other)
     loader = SimpleNamespace(restore=lambda state: None)
-    start = resume.Start(folder, load.read_training(folder), folder, None)
+    start = resume.Start(folder, load.read_training(folder) | dict(rollbacks=[]), folder, None)
     resume.restore(start, model, other, scaler, loader, ALONE)
     restored = named_state(model, other)
     assert restored.keys() == state.keys() and all(torch.equal(restored[name], state[name]) for name in state)

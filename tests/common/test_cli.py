@@ -55,8 +55,8 @@ def test_a_value_that_begins_with_dashes():
 @pytest.mark.parametrize("flags_type", [Config, ladder.LadderConfig, bench.BenchConfig, SweepConfig, PlanConfig])
 def test_values_with_spaces_and_the_home_folder(flags_type, monkeypatch):
     monkeypatch.setenv("HOME", "/home/me")
-    spelled = ["--log_dir=~/my log", "--data-dir=my data", "--config", "~/a.yaml", "--wandb_project=a b=c"]
-    flags = dict(log_dir="/home/me/my log", data_dir="my data", config="/home/me/a.yaml", wandb_project="a b=c")
+    spelled = ["--log_dir=~/my log", "--data-dir=my data", "--config", "~/a.yaml", "--init_from=a b=c"]
+    flags = dict(log_dir="/home/me/my log", data_dir="my data", config="/home/me/a.yaml", init_from="a b=c")
     assert given(flags_type, arguments=spelled) == flags
 
 

@@ -52,7 +52,7 @@ def test_updates_are_those_of_pytorchs_muon_and_adamw(monkeypatch):
         dict(params=[parameter for parameter in others if parameter.dim() == 2], weight_decay=0.5),
         dict(params=[parameter for parameter in others if parameter.dim() < 2], weight_decay=0.0),
     ]
-    adamw = torch.optim.AdamW(groups, lr=0.01, betas=(config.beta1, config.beta2), fused=True)
+    adamw = torch.optim.AdamW(groups, lr=0.01, betas=(0.9, config.beta2), fused=True)
     optimizer = make_optimizer(ours, config)
     assert isinstance(optimizer, Muon)
     for group in optimizer.matrices:

@@ -129,7 +129,7 @@ def test_adamw_by_hand():
     parameter = torch.nn.Parameter(torch.tensor([[1.0, -2.0]]))
     holder = torch.nn.Module()
     holder.register_parameter("weight", parameter)
-    config = Config(lr=0.1, weight_decay=0.5, beta1=0.9, beta2=0.95)
+    config = Config(lr=0.1, weight_decay=0.5, beta2=0.95)
     optimizer = make_optimizer(holder, config)
     m = v = torch.zeros(1, 2)
     expected = copy.deepcopy(parameter.data)

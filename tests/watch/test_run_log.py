@@ -28,7 +28,9 @@ def make_log(tmp_path, resumed=None, training=None, **flags):
 
 
 def train_step(log, step, loss=3.0, loss_scale=None, **kwargs):
-    facts = dict(tokens=5000, finite=True, loss_scale=loss_scale, seconds=0.5, own_ms=[math.nan] * 2)
+    facts = dict(
+        tokens=5000, finite=True, loss_scale=loss_scale, trained_seconds=0.0, seconds=0.5, own_ms=[math.nan] * 2
+    )
     log.train_step(step, 5000 * (step + 1), StepResult(1e-4, loss, 2.5, **facts), **kwargs)
 
 

@@ -19,7 +19,7 @@ def make_log(tmp_path, **flags):
 
 
 def train_step(log, step, loss, own_ms=(math.nan,)):
-    facts = dict(finite=True, loss_scale=None, seconds=0.5, own_ms=own_ms)
+    facts = dict(finite=True, loss_scale=None, trained_seconds=0.0, seconds=0.5, own_ms=own_ms)
     result = StepResult(1e-4, loss, 1.0, 100, **facts)
     log.train_step(step, 100 * (step + 1), result)
 

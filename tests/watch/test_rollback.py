@@ -1,0 +1,125 @@
+import json
+import math
+import shutil
+from types import SimpleNamespace
+
+import pytest
+from conftest import expect_error, logged, metrics
+from safetensors.torch import load_file
+
+from checkpoints import resume
+from checkpoints.load import read_training
+from config import Config
+from optim.schedules import steps_in_time
+from watch.rollback import MARGIN, MAX_BAD_STEPS, TREND_STEPS, Health
+
+# A fault in a step, once in the life of the process
+FAULT = """
+import sys, torch, train_gpt2
+from common.device import local
+real, done = train_gpt2.train_step, []
+
+def train_step(trainer, step, *rest):
+    first = trainer.distributed.rank == 0
+    if step == 25 and not done:
+        {fault}
+        done.append(step)
+    return real(trainer, step, *rest)
+
+train_gpt2.train_step = train_step
+train_gpt2.main()
+"""
+# A weight of block 1 on rank 0 has its highest bit of the exponent flipped
+FLIP = "if first: local(trainer.model.transformer.h[1].mlp.c_fc.weight.data).view(torch.int32).flatten()[3] ^= 1 << 30"
+FLAGS = "--max_steps 50 --checkpoint_every 10 --keep_checkpoints 9 --val_every 50".split()
+DROP = "--max_steps --checkpoint_every --val_every"
+
+
+def observe(losses):
+    """The Health after steps with these losses."""
+    health = Health(resume.Start(None, None, None, None))
+    for step, loss in enumerate(losses):
+        health.observe(step, SimpleNamespace(loss=loss, finite=math.isfinite(loss)))
+    return health
+
+
+def test_what_is_a_divergence():
+    falling = [6 - 0.1 * step for step in range(40)]
+    assert observe(falling).problem is None
+    assert observe([*falling, 9, 9, 9, 2]).problem is None  # a spike
+    assert observe(falling + [math.nan] * (MAX_BAD_STEPS - 1) + [2]).problem is None
+    bad = observe(falling + [math.nan] * MAX_BAD_STEPS)
+    assert "not finite in 10 steps in a row" in bad.problem and bad.sound == 39
+    high = observe(falling + [falling[-1] + 3 * MARGIN] * TREND_STEPS)
+    assert "median loss of 20 steps" in high.problem and high.sound == 39
+    # the median of the first 20 steps is known after step 19
+    assert high.lowest_before(19) == math.inf and high.lowest_before(20) == pytest.approx(6 - 0.1 * 9.5)
+    high.forget()
+    assert high.problem is None
+
+
+@pytest.mark.parametrize(
+    "ranks, flags", [(1, []), (1, ["--optimizer", "muon"]), (2, []), (2, ["--parallel", "zero3"]), (2, ["--tensor", 2])]
+)
+def test_a_flipped_bit_does_not_end_a_run(train, script, ranks, flags):
+    run = train("run", *FLAGS, *flags, drop=DROP, script=script(FAULT.format(fault=FLIP)), ranks=ranks)
+    text = (run / "output.txt").read_text()
+    [block] = [line.split() for line in text.splitlines() if line.startswith("block 1 ")]
+    assert not all(math.isfinite(float(norm)) and float(norm) < 1e6 for norm in block[2:])  # the table shows where
+    [rollback] = json.loads((run / "config.json").read_text())["rollbacks"]
+    assert (rollback["step"], rollback["diverged"]) == (20, 25 + MAX_BAD_STEPS)
+    assert rollback["skipped_tokens"] == 256 * (rollback["diverged"] - rollback["step"])
+    rows = [row for row in metrics(run) if "lr" in row]
+    assert [row["step"] for row in rows] == list(range(50)) and all(row["train_loss"] for row in rows)
+    training = read_training(run / "checkpoint_000050")
+    assert training["loader"]["position"] == training["tokens"] + rollback["skipped_tokens"]
+    assert training["run"]["rollbacks"] == [rollback]
+
+
+def test_a_run_that_went_back_resumes_as_if_it_had_not_stopped(train, script, tmp_path):
+    run = train("run", *FLAGS, drop=DROP, script=script(FAULT.format(fault=FLIP)))
+    whole = load_file(run / "checkpoint_000050/model.safetensors")
+    before = [row["lr"] for row in metrics(run) if "lr" in row]
+    shutil.rmtree(run / "checkpoint_000050")
+    again = train("run", *FLAGS, drop=DROP)
+    assert "resumed from log/run/checkpoint_000040" in (again / "output.txt").read_text()
+    assert [row["lr"] for row in metrics(again) if "lr" in row] == before and before[20] < before[19] / 1.9
+    resumed = load_file(again / "checkpoint_000050/model.safetensors")
+    assert all(resumed[name].equal(whole[name]) for name in whole)
+
+
+def test_a_learning_rate_that_is_too_high_is_halved(train):
+    """Two times; then no rollback is left, and the run goes on."""
+    wild = ["--lr", 30, "--warmup_steps", 30, "--max_steps", 90, "--grad_clip", 0, "--rollbacks", 2]
+    run = train("run", *FLAGS[2:], *wild, drop=f"{DROP} --lr --warmup_steps")
+    text = (run / "output.txt").read_text()
+    assert text.count("0.5 × the learning rate") == 2 and "rollback 2 of 2" in text
+    rollbacks = json.loads((run / "config.json").read_text())["rollbacks"]
+    assert all("median loss of 20 steps" in each["problem"] for each in rollbacks), rollbacks
+
+
+def test_minutes_become_steps():
+    config = Config(max_minutes=2, max_steps=7)
+    fresh = resume.Start(None, None, None, None)
+    assert steps_in_time(config, 0, fresh) == 7  # no step is known
+    assert steps_in_time(config, 10, fresh, seconds=30) == 40
+    assert steps_in_time(config, 41, fresh, seconds=121) == 41  # the time is over
+    back = resume.Start(None, dict(step=10, trained_seconds=30, rollbacks=[dict(step=10, lost_seconds=60)]), None, None)
+    assert steps_in_time(config, 10, back) == 20
+    assert steps_in_time(config, 15, back, seconds=30) == 15
+
+
+def test_a_run_of_some_minutes(train, tmp_path):
+    """It ends with an evaluation and a checkpoint, and stays as it is."""
+    flags = ["--max_minutes", 0.01, "--val_every", 10**6, "--checkpoint_every", 10**6]
+    run = train("run", *flags, drop=DROP)
+    facts = json.loads((run / "config.json").read_text())
+    steps, [last] = len(logged(run)), run.glob("checkpoint_*")
+    assert facts["finished"] and last.name == f"checkpoint_{steps:06d}" and len(logged(run, "val")) == 2
+    assert metrics(run)[-2]["lr"] < 1e-3 / 2
+    train("run", *flags, drop=DROP)
+    assert len(logged(run)) == steps and [*run.glob("checkpoint_*")] == [last]
+
+
+def test_minutes_and_steps_exclude_each_other(train):
+    expect_error(train("run", "--max_minutes", 1, fails=True), "--max_minutes", "leave out --max_steps")
