@@ -47,6 +47,11 @@ class StopSignal:
     def requested(self):
         return self.name is not None
 
+    def end_at_once(self):
+        """As end_at_once(), unless it listens already."""
+        if not self._listens:
+            end_at_once()
+
     def listen(self):
         """From now on signals are recorded; before, they end the process. Later calls do nothing."""
         for number in () if self._listens else (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):

@@ -56,7 +56,7 @@ def run_config(config, **changes):
     """The Config of a run that a measurement starts: of `config`, which may have other flags too, with changes."""
     own = {field.name: getattr(config, field.name) for field in fields(Config)}
     of_one_start = dict(ladder=False, log_dir=Config.log_dir, run_name=None, config=None, resume=Config.resume)
-    return Config(**own | of_one_start | changes)
+    return Config(**own | of_one_start | dict(max_minutes=None) | changes)
 
 
 def speed(row):

@@ -123,3 +123,13 @@ def test_a_run_of_some_minutes(train, tmp_path):
 
 def test_minutes_and_steps_exclude_each_other(train):
     expect_error(train("run", "--max_minutes", 1, fails=True), "--max_minutes", "leave out --max_steps")
+
+
+def test_a_stop_after_a_rollback_saves(train, script):
+    """Ctrl-C, as a signal of the process to itself."""
+    code = FAULT.format(fault=FLIP).replace(
+        "    return real", "    if step == 22 and done: os.kill(os.getpid(), 2)\n    return real"
+    )
+    run = train("run", *FLAGS, drop=DROP, script=script("import os\n" + code))
+    text = (run / "output.txt").read_text()
+    assert "SIGINT: stopped at step 22" in text and (run / "checkpoint_000022").exists()
