@@ -3,6 +3,8 @@
 A run inherits no memory, compiled graphs or settings from the run before it.
 """
 
+from common.interrupt import StopSignal
+
 import contextlib
 import multiprocessing
 import os
@@ -193,7 +195,7 @@ def train_whole(config, pipe):
     """The work of train_to_end()'s processes."""
     os.environ.setdefault("WANDB_RUN_GROUP", Path(config.log_dir).name)  # read by wandb
     distributed = process_group.start(config.device, config.tensor, config.context, config.pipeline)
-    train(config, distributed, chosen_flags(config))
+    train(config, distributed, chosen_flags(config), StopSignal())
     process_group.stop()
     if distributed.is_main:
         facts = facts_of(folder_of(config.log_dir, config.run_name))

@@ -88,15 +88,16 @@ def test_a_run_that_went_back_resumes_as_if_it_had_not_stopped(train, script, tm
     assert all(resumed[name].equal(whole[name]) for name in whole)
 
 
-def test_a_learning_rate_that_is_too_high_is_halved(train):
-    wild = ["--lr", 30, "--warmup_steps", 30, "--max_steps", 90, "--grad_clip", 0]
-    run = train("run", *FLAGS[2:], *wild, drop=f"{DROP} --lr --warmup_steps")
+def test_a_loss_that_stays_high_sends_a_run_back(train, script):
+    fault = "for parameter in trainer.model.parameters(): parameter.data.mul_(20)"
+    run = train("run", *FLAGS, drop=DROP, script=script(FAULT.format(fault=fault)))
     facts = json.loads((run / "config.json").read_text())
-    count = len(facts["rollbacks"])
-    assert count and any("median loss of 20 steps" in each["problem"] for each in facts["rollbacks"])
-    assert facts["lr"] == 30 * 0.5**count and f"rollback {count} of 3" in (run / "output.txt").read_text()
-    none = train("none", *FLAGS[2:], *wild, "--rollbacks", 0, drop=f"{DROP} --lr --warmup_steps")
-    assert logged(run, "val")[-1] < logged(none, "val")[-1]
+    [rollback] = facts["rollbacks"]
+    assert rollback["step"] == 20 and "the median loss of 20 steps is" in rollback["problem"]
+    assert facts["lr"] == 1e-3 / 2 and "rollback 1 of 3" in (run / "output.txt").read_text()
+    none = train("none", *FLAGS, "--rollbacks", 0, drop=DROP, script=script(FAULT.format(fault=fault)))
+    assert "no rollback is left, training goes on" in (none / "output.txt").read_text()
+    assert logged(run, "val")[-1] < logged(none, "val")[-1] - 1
 
 
 def test_minutes_become_steps():
