@@ -18,8 +18,8 @@ from optim.schedules import steps_in_time
 from watch.by_layer import print_norms
 
 MAX_BAD_STEPS = 10  # in a row, with a loss or gradient norm that is not finite
-# A loss that stays above its trend: the median of the last TREND_STEPS losses is above the lowest such median before, by
-# MARGIN nats and by SPREADS of their standard deviations. A spike is over sooner. In five simulations of 20,000 losses
+# A loss that stays above its trend: the median of the last TREND_STEPS losses is above the lowest such median before by
+# MARGIN nats, and by SPREADS of their standard deviations. A spike is over sooner. In five simulations of 20,000 losses
 # with normal noise and no trend the difference was 2.4 to 3.7 standard deviations
 TREND_STEPS, MARGIN, SPREADS = 20, 0.5, 4
 LR_FACTOR = 0.5  # of all learning rates, at each rollback
