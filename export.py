@@ -2,15 +2,17 @@
 
     python export.py log/RUN my-gpt2                    # the newest checkpoint of a run
     python export.py out/ckpt.pt my-gpt2                # a checkpoint of nanoGPT or build-nanogpt
+    python export.py log/RUN my-gpt2 --push USER/my-gpt2 --license mit      # and uploads it, for USER alone to see
 
-A checkpoint of this project is such a folder already; the export leaves out the training state. Other benchmarks are
-lm_eval's (pip install lm_eval):
+A checkpoint of this project is such a folder already; the export leaves out the training state and adds a model card,
+README.md, with the run's data, losses, command and hardware. Other benchmarks are lm_eval's (pip install lm_eval):
 
     lm_eval --model hf --model_args pretrained=my-gpt2 --tasks arc_easy,piqa,lambada_openai
 """
 
 import common.interrupt  # first: Ctrl-C during the other imports
 
+import contextlib
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,10 +22,13 @@ import tyro
 from safetensors import SafetensorError
 
 from checkpoints import hugging_face
-from checkpoints.load import load_model
+from checkpoints.load import load_model, locate, read_training
+from checkpoints.run_folder import TRAINING, run_of
 from common.cli import parse
 from common.errors import UserError, first_line, out_of_memory, run
+from common.hub import answered, check_hub
 from data.tokenizer import save_tokenizer
+from watch.curves import METRICS, read_rows
 
 
 @dataclass
@@ -35,6 +40,15 @@ class Flags:
     .pt of nanoGPT or build-nanogpt."""
     out: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="OUT")]
     """The folder to write."""
+    push: str | None = None
+    """Upload the folder to the Hugging Face hub as this repository, USER/NAME: after `hf auth login`, or with
+    HF_TOKEN."""
+    license: str | None = None
+    """The license in the model card, by the hub's name: mit, apache-2.0, cc-by-4.0, other, ..."""
+    public: bool = False
+    """A new repository can be seen by everybody, not by its owner alone."""
+    dry_run: bool = False
+    """With --push: write the folder and print what would be uploaded, without a network."""
 
 
 def main():
@@ -42,8 +56,14 @@ def main():
     out = Path(flags.out)
     if out.exists():
         raise UserError(f"{out} already exists: choose another name, or delete it")
+    if flags.push and not flags.license:
+        raise UserError("--push needs --license, such as mit, apache-2.0 or other: the model card names it")
+    name = locate(flags.model)
     with out_of_memory("use a machine with more memory"):
-        model = load_model(flags.model)
+        model = load_model(name)
+    if flags.push and not flags.dry_run:  # first: without a login nothing is written
+        with hub_errors(flags.push) as hub:
+            hub.create_repo(flags.push, private=not flags.public, exist_ok=True)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=f"{out.name}.", dir=out.parent) as unfinished:
@@ -51,12 +71,75 @@ def main():
             complete.mkdir()
             hugging_face.write(model, complete)
             save_tokenizer(complete, model.config.seq_len)
+            if flags.push or is_checkpoint(name):
+                model_card(name, model, flags).save(complete / "README.md")
             complete.rename(out)  # so that OUT is never half written
     except (OSError, SafetensorError) as error:
         raise UserError(f"cannot write {out}: {getattr(error, 'strerror', None) or first_line(error)}") from error
     print(f"{out}: {model.num_params():,} parameters")
+    if flags.push and flags.dry_run:
+        print((out / "README.md").read_text())
+        for path in sorted(out.iterdir()):
+            print(f"would upload {path} ({path.stat().st_size:,} bytes) to {flags.push}")
+    elif flags.push:
+        with hub_errors(flags.push, f"; {out} is complete: `hf upload {flags.push} {out}` uploads it") as hub:
+            hub.upload_folder(repo_id=flags.push, folder_path=out)
+            print(f"{hub.endpoint}/{flags.push}")
     print(f'Next: transformers.AutoModelForCausalLM.from_pretrained("{out}")')
     print(f"Next, other benchmarks: lm_eval --model hf --model_args pretrained={out} --tasks arc_easy,piqa")
+
+
+@contextlib.contextmanager
+def hub_errors(repository, hint=""):
+    """A client of the hub, huggingface_hub.HfApi; its errors become a UserError that ends with `hint`."""
+    check_hub()
+    from huggingface_hub import HfApi  # only here: the import takes half a second
+
+    try:
+        with answered():
+            yield HfApi()
+    except OSError as error:
+        raise UserError(f"cannot push to {repository} ({error}){hint}") from error
+
+
+def model_card(name, model, flags):
+    """README.md for the hub: a huggingface_hub.ModelCard with the facts of a checkpoint's run, where it has them."""
+    from huggingface_hub import EvalResult, ModelCard, ModelCardData
+
+    title = flags.push or Path(flags.out).name
+    training = read_training(name, step=int, tokens=int, run=dict) if is_checkpoint(name) else {}
+    facts, lines, results = training.get("run", {}), [], []
+    if "command" in facts:
+        data = facts.get("dataset") or Path(facts["data_dir"]).name  # not the path on this machine
+        versions = " ".join(f"{key} {facts[key]}" for key in ("torch", "cuda") if facts.get(key))
+        lines = [f"- Data: {data}; {training['tokens']:,} tokens in {training['step']:,} steps"]
+        lines += [f"- Hardware: {facts['world_size']} × {facts['hardware']}; {versions}"]
+        lines += [f"- Initial weights: {Path(facts['init_from']).name}", f"- Command: `{facts['command']}`"]
+        choice = Path(facts.get("hellaswag_data") or "hellaswag").name
+        rows = read_rows(run_of(name)) if (run_of(name) / METRICS).is_file() else []
+        for row in (row for row in rows if row["step"] == training["step"]):  # evaluations of these weights
+            for key, dataset in dict(val_loss=data, hellaswag_acc=choice, hellaswag_acc_norm=choice).items():
+                if isinstance(value := row.get(key), float):
+                    of = f"{row['hellaswag_items']:,} items" if "hellaswag" in key else "nats per token"
+                    lines.append(f"- {dataset}, {key}: {value:.4f} ({of})")
+                    where = dict(task_type="text-generation", dataset_type=dataset, dataset_name=dataset)
+                    results.append(EvalResult(metric_type=key, metric_value=round(value, 4), metric_name=of, **where))
+    card = ModelCardData(
+        license=flags.license,
+        library_name="transformers",
+        pipeline_tag="text-generation",
+        tags=["gpt2"],
+        datasets=facts.get("dataset"),
+        model_name=title,
+        eval_results=results or None,
+    )
+    sizes = f"GPT-2 with {model.num_params():,} parameters and a context of {model.config.seq_len:,} tokens"
+    text = "\n".join([f"# {title}", "", f"{sizes}. It continues text; it follows no instructions.", "", *lines])
+    return ModelCard(f"---\n{card.to_yaml()}\n---\n\n{text}\n")
+
+
+def is_checkpoint(name):
+    return (Path(name) / TRAINING).is_file()
 
 
 if __name__ == "__main__":

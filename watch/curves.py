@@ -8,6 +8,7 @@ train_gpt2.py draws a run's own at its end, or when it is stopped.
 
 import common.interrupt  # first: Ctrl-C during the other imports
 
+import contextlib
 import itertools
 import json
 import math
@@ -24,6 +25,7 @@ from data.shards import FINEWEB_EDU
 
 # Validation loss and HellaSwag acc_norm of OpenAI's GPT-2 124M, as build-nanogpt measured them
 GPT2_VAL_LOSS, GPT2_HELLASWAG = 3.2924, 0.2955
+METRICS = "metrics.jsonl"  # in a run's folder
 CHANCE = 0.25  # of four endings
 INK, MUTED, RULE = "#1f2328", "#6a737d", "#d8dee4"
 PALETTE = ("#2f6fbb", "#c77d2e", "#4f9d69", "#b5495b", "#7d5ba6", "#8a8f98", "#3aa6a6")
@@ -47,30 +49,35 @@ class Flags:
     """Folders of runs."""
 
 
-def read(folder):
-    """A run's metrics.jsonl as {name: (tokens, values)}, two lists of equal length per metric.
-
-    Raises UserError for a folder without metrics.
-    """
-    path = folder / "metrics.jsonl"
-    series = {}
+def read_rows(folder):
+    """The lines of a run's metrics.jsonl: a list of dict(step=, tokens=, ...). Raises UserError if there are none."""
+    path, rows = folder / METRICS, []
     try:
         lines = path.read_text(errors="replace").splitlines()
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}; give folders of runs, such as log/RUN") from error
     for line in lines:
-        try:
+        with contextlib.suppress(ValueError):  # an incomplete last line: the run is writing it
             row = json.loads(line)
-            tokens = row["tokens"]
-        except (ValueError, KeyError, TypeError):
-            continue  # an incomplete last line: the run is writing it
+            if isinstance(row, dict) and {"step", "tokens"} <= row.keys():
+                rows.append(row)
+    if not rows:
+        raise UserError(f"{path}: nothing is logged there yet")
+    return rows
+
+
+def read(folder):
+    """A run's metrics.jsonl as {name: (tokens, values)}, two lists of equal length per metric.
+
+    Raises UserError for a folder without metrics.
+    """
+    series = {}
+    for row in read_rows(folder):
         for name, value in row.items():
             if isinstance(value, int | float):
                 xs, ys = series.setdefault(name, ([], []))
-                xs.append(tokens)
+                xs.append(row["tokens"])
                 ys.append(value)
-    if "step" not in series:
-        raise UserError(f"{path}: nothing is logged there yet")
     return series
 
 
