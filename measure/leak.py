@@ -23,7 +23,6 @@ from data.tokenizer import END_OF_TEXT, get_tokenizer
 UNIT = 40  # letters and digits
 N = 13  # tokens
 BLOCK = 2**20  # tokens that are read at a time
-FILTER_BITS = 26  # upper bits of a hash that index a table of the validation's hashes
 MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
 TOKEN_HASHES = np.random.default_rng(0).integers(2**64, size=END_OF_TEXT + 1, dtype=np.uint64)
 
@@ -76,14 +75,12 @@ class Lookup:
     def __init__(self, hashes):
         self._sorted, self._index = np.unique(hashes, return_inverse=True)
         self._found = np.zeros(len(self._sorted), bool)
-        self._table = np.zeros(2**FILTER_BITS, bool)  # a search in it takes less time than in the sorted hashes
-        self._table[self._sorted >> np.uint64(64 - FILTER_BITS)] = True
 
     def find(self, hashes):
         """Mark the hashes that are among these: (any,) uint64."""
-        hashes = hashes[self._table[hashes >> np.uint64(64 - FILTER_BITS)]]
-        index = np.searchsorted(self._sorted[:-1], hashes)
-        self._found[index[self._sorted[index] == hashes]] = True
+        hashes = np.sort(hashes)  # then the searches stay in the cache
+        first, end = (np.searchsorted(self._sorted, hashes, side) for side in ("left", "right"))
+        self._found[first[first < end]] = True
 
     def found(self):
         """(n,) bool."""
