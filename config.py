@@ -177,6 +177,9 @@ class Evaluation:
     """Steps between HellaSwag evaluations; 0 is off."""
     hellaswag_data: str | None = flag(None, sweep=False)
     """HellaSwag's validation set as a local .jsonl file; by default it is downloaded."""
+    tasks: str | None = flag(None, sweep=False, is_path=False)
+    """Also evaluated, whenever HellaSwag is: names of arc_easy, piqa, lambada and winogrande, each downloaded or from a
+    local file with the same columns, as in arc_easy,piqa=FILE.jsonl."""
     sample_every: int = flag(250, at_least=0, sweep=False)
     """Steps between samples; 0 is off."""
 
@@ -285,8 +288,9 @@ def resolve(config, distributed, free_memory=None, start=None, typed=None):
             f"{new.seq_len // new.context} tokens on a rank"
         )
     schedules.check_flags(new, distributed, notes)
-    if new.hellaswag_data and not new.hellaswag_every:
-        notes.append(Note("hellaswag_data", new.hellaswag_data, "it is not evaluated, since hellaswag_every is 0"))
+    for name in ("hellaswag_data", "tasks"):
+        if getattr(new, name) and not new.hellaswag_every:
+            notes.append(Note(name, getattr(new, name), "it is not evaluated, since hellaswag_every is 0"))
     refuse_unavailable_flags(typed or {}, notes)
     return new, notes
 

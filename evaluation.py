@@ -1,4 +1,4 @@
-"""The evaluations of a training run: validation loss, HellaSwag, and samples."""
+"""The evaluations of a training run: validation loss, HellaSwag and other tasks, and samples."""
 
 import functools
 import math
@@ -35,12 +35,12 @@ def evaluate_if_due(run, stop):
         if log:
             seconds = time.perf_counter() - began
             log.validation(step, tokens, loss, seconds, bits_per_byte(loss, run.val_stream, config))
-    if run.hellaswag and due(config.hellaswag_every):
+    if run.tasks and due(config.hellaswag_every):
         began = time.perf_counter()
         with gathered(model, config):
-            acc, acc_norm = run.hellaswag.evaluate(losses_of, distributed, stop=stop)
+            scores = run.tasks.evaluate(losses_of, distributed, stop)
         if log:
-            log.hellaswag(step, tokens, acc, acc_norm, len(run.hellaswag.labels), time.perf_counter() - began)
+            log.tasks(step, tokens, scores, time.perf_counter() - began)
     if step > 0 and due(config.sample_every):
         with gathered(model, config), trainer.autocast:
             texts = sample_in_training(model, config.seed, distributed, stop)

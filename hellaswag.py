@@ -2,15 +2,16 @@
 
     python hellaswag.py log/RUN                                  # or a checkpoint, a Hugging Face folder, gpt2
     python hellaswag.py gpt2 --data mine.jsonl                   # other multiple choice
+    python hellaswag.py gpt2 --tasks arc_easy,piqa,lambada,winogrande
 
 Endings are scored as build-nanogpt scores them (Zellers et al. 2019 for the data): acc counts the items where the true
-ending has the lowest summed loss, acc_norm where it has the lowest loss per token. For other tasks, export.py writes a
-folder that EleutherAI's lm_eval reads.
+ending has the lowest summed loss, acc_norm where it has the lowest loss per token. The other tasks equal lm_eval's, see
+data/tasks.py; for more, export.py writes a folder that lm_eval reads.
 """
 
 import common.interrupt  # first: Ctrl-C during the other imports
 
-import json
+import itertools
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,13 +19,14 @@ from typing import Annotated, Literal, NamedTuple
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 import tyro
 
 from checkpoints.load import load_model, locate
 from common.cli import flag, parse, progress
-from common.errors import UserError, first_line, out_of_memory, run
-from common.files import check_fields, regular_file
+from common.errors import UserError, out_of_memory, run
 from data.loader import make_batch
+from data.tasks import TASKS, load_items, split_tasks
 from data.tokenizer import encode
 from parallel import process_group
 from parallel.process_group import batches_of_rank
@@ -33,59 +35,7 @@ from parallel.process_group import batches_of_rank
 REFERENCE = "GPT-2 124M: acc 0.2859, acc_norm 0.2955; 1558M: 0.3842, 0.4893; GPT-3 125M: acc 0.337"
 # Widths of the batches in training. torch.compile builds a graph for each; one width alone adds 50% padding.
 WIDTHS = 3
-HELLASWAG = "data/validation-00000-of-00001.parquet"
-SLOW_DEVICE_ITEMS = 32  # in training; GPT-2 124M takes 0.3 s an item on two CPU cores, 50 minutes for all
-
-
-def load_items(path=None, limit=None):
-    """Multiple-choice items: a list of dict(ctx=str, endings=[str, ...], label=int, the index of the true ending).
-
-    path: a .jsonl file with these keys on each line; by default HellaSwag's 10,042 validation items from the hub.
-    limit: at most this many, evenly spread: HellaSwag begins with its shortest third, captions of videos.
-    Raises UserError if the items cannot be read or are something else.
-    """
-    source = "HellaSwag from the hub" if path is None else path
-    try:
-        if path is None:
-            from pyarrow.parquet import read_table
-
-            from common.hub import download
-
-            rows = read_table(download("Rowan/hellaswag", HELLASWAG, "dataset")).to_pylist()
-        else:
-            rows = regular_file(path).read_bytes().splitlines()
-    except (OSError, ValueError) as error:
-        raise UserError(
-            f"cannot read {source} ({first_line(error)}); hellaswag.py reads a local file with "
-            "--data FILE.jsonl, train_gpt2.py with --hellaswag_data FILE.jsonl; --hellaswag_every 0 trains without it"
-        ) from error
-    items = []
-    for number, row in enumerate(rows, 1):
-        if path and not row.strip():
-            continue
-        try:
-            items.append(read_item(json.loads(row) if path else row))
-        except (ValueError, RecursionError) as error:
-            raise UserError(
-                f"{source}, line {number}: {error}; an item needs ctx, endings (two or more, not blank) and label (the "
-                f"index of the true ending), this one is {row!r:.80}"
-            ) from error
-    if not items:
-        raise UserError(f"{source} has no items: it needs one a line, with ctx, endings and label")
-    count = min(limit or len(items), len(items))
-    return [items[i * len(items) // count] for i in range(count)]
-
-
-def read_item(row):
-    """The item in a row of HellaSwag, whose label may be text. Raises ValueError if the row is something else."""
-    check_fields(row, ctx=str, endings=list, label=int | str)
-    ctx, endings, label = row["ctx"], row["endings"], str(row["label"])
-    # a blank text has nothing to score: without a context, nothing predicts an ending's first token
-    if not all(isinstance(text, str) and text.strip() for text in (ctx, *endings)):
-        raise ValueError("ctx or an ending is blank or not text")
-    if len(endings) < 2 or label not in map(str, range(len(endings))):
-        raise ValueError(f"there are {len(endings)} endings, and label is {label}")
-    return dict(ctx=ctx, endings=endings, label=int(label))
+SLOW_DEVICE_ITEMS = 32  # of a task in training; GPT-2 124M takes 0.3 s an item on two CPU cores, 50 minutes for all
 
 
 class EndingBatch(NamedTuple):
@@ -128,75 +78,147 @@ def make_batches(pairs, seq_len, tokens, widths):
 
 
 class MultipleChoice:
-    """Items of load_items as batches, and the accuracy of a model on them.
+    """Items of load_items as batches, and the scores of a model on them.
 
     labels (items,): the index of each item's true ending. choices (items, most endings) bool: which endings exist.
+    sizes (endings of all items,): what acc_norm divides a loss by, the ending's tokens or lm_eval's characters.
     """
 
-    def __init__(self, items, seq_len, tokens, widths=WIDTHS):
+    def __init__(self, items, seq_len, tokens, widths=WIDTHS, title="HellaSwag"):
         """seq_len: the most tokens the model takes. tokens: the most tokens in a batch. widths: see make_batches."""
-        contexts = [encode(item["ctx"]).tolist() for item in items]
-        each = progress(zip(items, contexts), "tokenizing", len(items))
-        pairs = [(context, encode(" " + end).tolist()) for item, context in each for end in item["endings"]]
-        self.batches, self.lengths = make_batches(pairs, seq_len, tokens, widths)
+        pairs, characters = [], []
+        for item in progress(items, "tokenizing"):
+            texts = item.get("pairs") or [(item["ctx"], " " + ending) for ending in item["endings"]]
+            encoded = {text: encode(text).tolist() for pair in texts for text in pair}  # each context once
+            pairs += [(encoded[context], encoded[ending]) for context, ending in texts]
+            characters += item.get("characters") or [0] * len(texts)
+        self.batches, lengths = make_batches(pairs, seq_len, tokens, widths)
+        self.sizes = torch.where(torch.tensor(characters) > 0, torch.tensor(characters), lengths)
         self.labels = torch.tensor([item["label"] for item in items])
-        counts = torch.tensor([len(item["endings"]) for item in items])
+        counts = torch.tensor([len(item.get("pairs") or item["endings"]) for item in items])
         self.choices = torch.arange(counts.max()) < counts[:, None]
+        self.title = title
 
     @torch.no_grad()
-    def sum_losses(self, losses_of, distributed, stop=None):
+    def sum_losses(self, losses_of, distributed, stop=None, shape=()):
         """The loss of each ending, summed over its tokens: (endings of all items,) float64, on every rank.
 
         losses_of(batch, positions), for a data.loader.Batch, returns a loss for each target; the padding's are ignored.
-        The ranks divide the batches. Raises Stopped as batches_of_rank.
+        With a shape it returns as many kinds of losses, (*shape, N). The ranks divide the batches. Raises Stopped as
+        batches_of_rank.
         """
         own = []
-        for batch in batches_of_rank(self.batches, "HellaSwag", distributed, stop):
+        for batch in batches_of_rank(self.batches, self.title, distributed, stop):
             at = batch.positions.to(distributed.device, non_blocking=True).long()
             own.append((losses_of(make_batch(batch.inputs, batch.targets, distributed.device), at), batch))
-        sums = torch.zeros(len(self.lengths), dtype=torch.float64)
+        sums = torch.zeros(*shape, len(self.sizes), dtype=torch.float64)
         for values, batch in own:  # a loop of its own: reading the losses waits for the device
-            sums.index_add_(0, batch.endings, values[: len(batch.endings)].cpu().double())
+            sums.index_add_(-1, batch.endings, values[..., : len(batch.endings)].cpu().double())
         return torch.stack(distributed.all_gather(sums)[:: distributed.tensor]).sum(dim=0)
 
     def right(self, *arguments, **options):
-        """Two (items,) bool: where the true ending has the lowest loss, and where it has the lowest loss per token.
+        """Two (items,) bool: where the true ending has the lowest loss, and where it has the lowest loss per size.
 
         A collective; arguments as of sum_losses."""
         sums = self.sum_losses(*arguments, **options)
         tables = torch.full((2, *self.choices.shape), math.inf)  # inf where an ending does not exist
-        tables[:, self.choices] = torch.stack((sums, sums / self.lengths)).float()
+        tables[:, self.choices] = torch.stack((sums, sums / self.sizes)).float()
         return tables.argmin(dim=2) == self.labels
 
     def evaluate(self, *arguments, **options):
         """(acc, acc_norm), each between 0 and 1. A collective; arguments as of sum_losses."""
         return tuple(self.right(*arguments, **options).double().mean(dim=1).tolist())
 
+    def greedy(self, losses_of, distributed, stop=None):
+        """Of items with one ending: (where the likeliest tokens are the ending, its summed loss), (items,) each.
 
-def choice_in_training(config):
-    """The MultipleChoice that a training run evaluates, or None. config: a resolved Config."""
+        A collective; losses_of is that of sum_losses, and of a batch without targets it returns logits, (N, V)."""
+
+        def losses_and_misses(batch, at):
+            logits = losses_of(batch._replace(targets=None), at).float()
+            losses = F.cross_entropy(logits, batch.targets, ignore_index=-1, reduction="none")
+            misses = (logits.argmax(dim=1) != batch.targets).float()
+            return torch.stack((losses, misses)) / distributed.pipeline  # all stages have the logits
+
+        losses, misses = self.sum_losses(losses_and_misses, distributed, stop, shape=(2,))
+        return misses == 0, losses
+
+
+class Tasks:
+    """Several tasks of data/tasks.py. They share their batches, so torch.compile builds no graphs for each, but those
+    that need logits have one graph more."""
+
+    def __init__(self, items, seq_len, tokens, widths=WIDTHS):
+        """items: {task: its items}; the rest as of MultipleChoice."""
+        self.items = items
+        self.groups = []  # (tasks, their MultipleChoice, whether they need logits)
+        for needs_logits in (False, True):
+            if names := [name for name in items if ("perplexity" in TASKS[name].metrics) == needs_logits]:
+                own = list(itertools.chain.from_iterable(items[name] for name in names))
+                choice = MultipleChoice(own, seq_len, tokens, 1 if needs_logits else widths, ", ".join(names))
+                self.groups.append((names, choice, needs_logits))
+
+    def evaluate(self, losses_of, distributed, stop=None):
+        """{task: {metric: value, "items": their number}}. A collective; arguments as of MultipleChoice.greedy."""
+        scores = {}
+        for names, choice, needs_logits in self.groups:
+            values = (choice.greedy if needs_logits else choice.right)(losses_of, distributed, stop)
+            for name, *own in zip(
+                names, *(each.double().split([len(self.items[n]) for n in names]) for each in values)
+            ):
+                metrics = dict(zip(TASKS[name].metrics, (each.mean().item() for each in own)))
+                if needs_logits:
+                    metrics["perplexity"] = own[1].mean().exp().item()
+                scores[name] = metrics | dict(items=len(self.items[name]))
+        return {name: scores[name] for name in self.items}
+
+
+def tasks_in_training(config):
+    """The Tasks that a training run evaluates, or None. config: a resolved Config."""
     if not config.hellaswag_every:
         return None
-    items = load_items(config.hellaswag_data, None if config.device == "cuda" else SLOW_DEVICE_ITEMS)
-    return MultipleChoice(items, config.seq_len, config.micro_batch_size * config.seq_len)
+    limit = None if config.device == "cuda" else SLOW_DEVICE_ITEMS
+    files = {"hellaswag": config.hellaswag_data} | split_tasks(config.tasks)
+    items = {name: load_items(file, limit, name) for name, file in files.items()}
+    return Tasks(items, config.seq_len, config.micro_batch_size * config.seq_len)
 
 
 @dataclass
 class Flags:
-    """Evaluate a GPT-2 on HellaSwag, or on other multiple choice."""
+    """Evaluate a GPT-2 on HellaSwag, or on other tasks."""
 
     model: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="MODEL")]
     """A run's folder (its newest checkpoint), a checkpoint, a Hugging Face folder, a name on the hub (gpt2), a .pt."""
     data: str | None = None
     """A local .jsonl file instead of HellaSwag; a line has ctx, endings and label, the true ending's index from 0."""
+    tasks: str | None = flag(None, is_path=False)
+    """Instead of HellaSwag: names of arc_easy, piqa, lambada and winogrande, as in arc_easy,piqa=FILE.jsonl."""
     limit: int | None = flag(None, at_least=1)
     """Evaluate only this many items, evenly spread."""
     device: Literal["auto", "cuda", "cpu", "mps"] = "auto"
     """auto: a GPU if there is one."""
 
 
+def print_scores(name, items, scores):
+    """Print a task's scores, with standard errors of accuracies, and what to compare them with."""
+    n = scores.pop("items")
+    texts = [
+        f"{metric} {x:.4f}" + (f" ± {math.sqrt(x * (1 - x) / n):.4f}" if metric != "perplexity" else "")
+        for metric, x in scores.items()
+    ]
+    print(f"{name}, {n:,} items: {' | '.join(texts)} (± standard error)")
+    if "hellaswag" in name.lower():
+        print(f"  {REFERENCE}")
+    elif "perplexity" not in scores:
+        chance = sum(1 / len(item.get("pairs") or item["endings"]) for item in items) / n
+        print(f"  chance: {chance:.4f}")
+
+
 def main():
     flags = parse(Flags)
+    if flags.data and flags.tasks:
+        raise UserError("--data is a file of HellaSwag: with --tasks write --tasks hellaswag=FILE")
+    files = split_tasks(flags.tasks) or {"hellaswag": flags.data}
     distributed = process_group.start(flags.device)
     with out_of_memory("use a smaller model"):
         name = distributed.broadcast(distributed.on_main(lambda: locate(flags.model)))  # a run may write a newer one
@@ -209,15 +231,13 @@ def main():
             with autocast:
                 return model(*batch, reduction="none", at=at)
 
+        items = {name: load_items(file, flags.limit, name) for name, file in files.items()}
         # nothing is compiled here, so more widths only save padding
-        items, tokens = load_items(flags.data, flags.limit), 16384 if on_gpu else 4096
-        task = MultipleChoice(items, model.config.seq_len, tokens, widths=16)
-        scores = [f"{x:.4f} ± {math.sqrt(x * (1 - x) / len(items)):.4f}" for x in task.evaluate(losses_of, distributed)]
+        tasks = Tasks(items, model.config.seq_len, 16384 if on_gpu else 4096, widths=16)
+        scores = tasks.evaluate(losses_of, distributed)
     if distributed.is_main:
-        name = Path(flags.data or "HellaSwag").stem
-        chance = (1 / task.choices.sum(dim=1)).mean().item()
-        print(f"{name}, {len(items):,} items: acc {scores[0]} | acc_norm {scores[1]} (± standard error)")
-        print(f"  {REFERENCE if 'hellaswag' in name.lower() else f'chance: {chance:.4f}'}")
+        for name, metrics in scores.items():
+            print_scores(Path(files[name] or ("HellaSwag" if name == "hellaswag" else name)).stem, items[name], metrics)
     process_group.stop()
 
 

@@ -25,7 +25,7 @@ from common.errors import out_of_memory, run
 from config import Config, gpt_config, read_command_line, resolve
 from data.loader import Loader, TokenStream, open_streams
 from evaluation import evaluate_if_due
-from hellaswag import MultipleChoice, choice_in_training
+from hellaswag import Tasks, tasks_in_training
 from kernels.attention import limit_sdpa
 from kernels.compile import compile_model
 from model import GPT
@@ -170,7 +170,7 @@ class Run:
     trainer: Trainer
     loader: Loader
     val_stream: TokenStream
-    hellaswag: MultipleChoice | None
+    tasks: Tasks | None  # HellaSwag and those of --tasks
     log: RunLog | None  # on rank 0
     checkpointer: Checkpointer
     start: resume.Start
@@ -186,7 +186,7 @@ def train(flags, distributed, typed, stop):
     notes += resume.changed_flags(start, config)
     train_stream, val_stream, data = open_streams(config, distributed)
     resume.check_same(start, config, data)
-    hellaswag = choice_in_training(config)
+    tasks = tasks_in_training(config)
     loader = Loader(train_stream, config.micro_batch_size, config.seq_len, distributed)
     trainer = build(config, distributed, start.weights, start.sizes)
     if start.resumed:
@@ -195,7 +195,7 @@ def train(flags, distributed, typed, stop):
     log = distributed.on_main(lambda: RunLog(config, flags, distributed, flops, start.resumed, start.training))
     config.run_name = distributed.broadcast(log and log.folder.name)  # RunLog names a run that has no name
     checkpointer = Checkpointer(trainer, loader, data, log, start)
-    run = Run(trainer, loader, val_stream, hellaswag, log, checkpointer, start, start.step, start.tokens)
+    run = Run(trainer, loader, val_stream, tasks, log, checkpointer, start, start.step, start.tokens)
     plan.print_plan(run, notes, plan_switches(config))
     with out_of_memory(memory.less_memory(config.micro_batch_size)), watched(run) as tracer:
         return loop(run, tracer, stop)

@@ -11,6 +11,7 @@ from common.cli import flags_with, from_here
 from common.device import fill
 from common.errors import Note, UserError, word
 from data.shards import MANIFEST, first_difference
+from data.tasks import join_tasks, split_tasks
 from model import GPTConfig
 from optim.optimizer import named_state
 from parallel.tensor import order_by_rank
@@ -93,10 +94,13 @@ def find_checkpoint(config, distributed):
 
 def find_data(config, folder):
     """Let config's relative paths of data lead from the folder in which the run was started, if only that exists."""
+
+    def found(path):
+        return str(folder / path) if path and not Path(path).exists() and (folder / path).exists() else path
+
     for name in ("data_dir", "hellaswag_data"):
-        path = getattr(config, name)
-        if path and not Path(path).exists() and (folder / path).exists():
-            setattr(config, name, str(folder / path))
+        setattr(config, name, found(getattr(config, name)))
+    config.tasks = join_tasks({task: found(path) for task, path in split_tasks(config.tasks).items()})
 
 
 def continues(config):

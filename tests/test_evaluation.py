@@ -94,7 +94,7 @@ def test_a_signal_during_an_evaluation(train, tmp_path, monkeypatch, ranks, flag
         run = train("run", *flags, ranks=ranks, script=tmp_path / "stop.py")
         return evaluated(run), (run / "output.txt").read_text()
 
-    steps, output = stop_in("HellaSwag", rank=ranks - 1)
+    steps, output = stop_in("hellaswag", rank=ranks - 1)
     assert steps == [[0, 2], [0], []]
     assert "stopped at step 2; " in output and "to continue from log/run/checkpoint_000002: " in output
     steps, output = stop_in("samples", rank=0)

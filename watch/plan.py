@@ -23,6 +23,7 @@ def print_plan(run, notes, switches):
     train_stream, val_stream = run.loader.stream, run.val_stream
     facts, world_size = log.facts, distributed.world_size
     init = f"resumed from {start.resumed}" if start.resumed else f"{start.weights or 'scratch'}, seed {config.seed}"
+    items = run.tasks.items if run.tasks else {}
     accumulated = accumulation_steps(config.batch_warmup_steps, config, distributed.data_size)
     total = start.tokens + tokens_to_train(config, start.step, distributed.data_size)
     amount = f"{count(config.max_steps, 'step')}, {total:,} tokens, {total / train_stream.total:.2f} epochs"
@@ -50,7 +51,7 @@ def print_plan(run, notes, switches):
         ("training", f"{config.max_minutes:g} minutes of steps" if config.max_minutes else amount),
         ("on", f"{on} (off: {off})" if off else on),
         ("data", f"{config.data_dir}: {data}"),
-        ("HellaSwag", count(len(run.hellaswag.labels), "item") if run.hellaswag else "off"),
+        ("tasks", ", ".join(f"{name} {count(len(each), 'item')}" for name, each in items.items()) or "off"),
         ("log", f"{log.folder}/"),
         ("watch", log.where_to_watch()),
         *(("note", line) for line in note_lines(notes)),

@@ -127,10 +127,18 @@ class RunLog:
         values = dict(val_loss=loss, val_bits_per_byte=bits_per_byte)
         self._record(step, tokens, values, f"{step} val {loss:.4f}\n")
 
-    def hellaswag(self, step, tokens, acc, acc_norm, items, seconds):
-        """Print and log accuracies between 0 and 1; log.txt has acc_norm, GPT-2's usual measure."""
+    def tasks(self, step, tokens, scores, seconds):
+        """Print and log scores, {"hellaswag": {"acc", "acc_norm", "items"}, other task: {metric: value}}.
+
+        Accuracies are between 0 and 1. log.txt has HellaSwag's acc_norm, GPT-2's usual measure."""
+        acc, acc_norm, items = (scores["hellaswag"][name] for name in ("acc", "acc_norm", "items"))
         self._print(step, f"HellaSwag acc {acc:.4f} | acc_norm {acc_norm:.4f}", f"{items:,} items", f"{seconds:.1f} s")
-        values = dict(hellaswag_acc=acc, hellaswag_acc_norm=acc_norm, hellaswag_items=items)
+        values = {f"{task}_{metric}": value for task, own in scores.items() for metric, value in own.items()}
+        others = [
+            f"{name} {x:.4f}" for name, x in values.items() if not name.startswith("hella") and isinstance(x, float)
+        ]
+        if others:
+            self._print(step, *others)
         self._record(step, tokens, values, f"{step} hella {acc_norm:.4f}\n")
 
     def samples(self, step, tokens, texts):

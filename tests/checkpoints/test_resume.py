@@ -97,9 +97,11 @@ def test_data_are_found_from_another_folder(train, tmp_path, monkeypatch):
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
     for resumed in (run, run / "checkpoint_000002"):
-        config = Config(resume=str(resumed), data_dir="corpus", hellaswag_data="nowhere.jsonl")
+        tasks = "piqa,lambada=corpus,winogrande=nowhere.jsonl"
+        config = Config(resume=str(resumed), data_dir="corpus", hellaswag_data="nowhere.jsonl", tasks=tasks)
         resume.find_start(config, ALONE)
         assert (config.data_dir, config.hellaswag_data) == (str(tmp_path / "corpus"), "nowhere.jsonl")
+        assert config.tasks == f"piqa,lambada={tmp_path}/corpus,winogrande=nowhere.jsonl"
 
 
 def test_going_back_sets_the_newer_checkpoints_aside(train):

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import expect_error, logged, make_items
+from conftest import expect_error, logged, make_items, metrics
 from test_layouts import assert_same, placed, weights
 from torch._dynamo.testing import CompileCounter
 
@@ -32,10 +32,14 @@ WITH_MUON = dict(muon_context="--context 2", muon_pipeline="--pipeline 2")  # --
 
 def test_figures_checkpoints_and_exports(train, train_several, command, tmp_path, call_main):
     (tmp_path / "items.jsonl").write_text("".join(json.dumps(item) + "\n" for item in make_items(2)))
+    (tmp_path / "last_words.jsonl").write_text(
+        "".join(json.dumps(dict(text=item["ctx"] + " end")) + "\n" for item in make_items(3))
+    )
     steps = "--n_layer 3 --micro_batch_size 1 --total_batch_size 128 --mask_documents "
     steps += f"--max_steps {STEPS} --checkpoint_every {MIDDLE}"
     evaluations = f"--val_every {STEPS} --hellaswag_every {STEPS}"
     flags = [*steps.split(), *evaluations.split(), "--hellaswag_data", str(tmp_path / "items.jsonl")]
+    flags += ["--tasks", f"lambada={tmp_path}/last_words.jsonl"]  # which needs logits
     muon = [*steps.split(), "--optimizer", "muon"]
     whole, whole_muon = train("whole", *flags), train("whole_muon", *muon)
     of_two = {name: [*flags, *more.split()] for name, more in ON_TWO_RANKS.items()}
@@ -46,6 +50,8 @@ def test_figures_checkpoints_and_exports(train, train_several, command, tmp_path
         assert logged(run) == pytest.approx(logged(whole_muon), abs=1e-4)
     for run in (*runs[: len(of_two)], *train_several(4, of_four, machines=2)):
         assert_same(run, whole, steps=STEPS - MIDDLE if "_to_" in run.name else STEPS)
+        of_both = [[row["lambada_perplexity"] for row in metrics(r) if "lambada_acc" in row] for r in (run, whole)]
+        assert of_both[0][-1] == pytest.approx(of_both[1][-1], rel=1e-3)
 
     def final(name):
         return tmp_path / "log" / name / f"checkpoint_{STEPS:06d}"

@@ -26,7 +26,7 @@ def make_log(tmp_path, resumed=None, training=None, world_size=2, **flags):
     return config, RunLog(config, config, Distributed(0, world_size, CPU), 1e9, resumed, training)
 
 
-def plan(capsys, config, log, world_size, notes=(), step=0, tokens=0, hellaswag=None, switches=None):
+def plan(capsys, config, log, world_size, notes=(), step=0, tokens=0, tasks=None, switches=None):
     sizes = {name: TINY[name] for name in ("n_layer", "n_head", "n_embd", "seq_len")}
     with torch.device("meta"):
         model = GPT(GPTConfig(**sizes))
@@ -34,9 +34,7 @@ def plan(capsys, config, log, world_size, notes=(), step=0, tokens=0, hellaswag=
     trainer = SimpleNamespace(config=config, model=model, distributed=distributed)
     start = SimpleNamespace(resumed=None, weights=None, step=step, tokens=tokens)
     loader, val_stream = SimpleNamespace(stream=STREAMS[0]), STREAMS[1]
-    run = SimpleNamespace(
-        trainer=trainer, start=start, loader=loader, val_stream=val_stream, hellaswag=hellaswag, log=log
-    )
+    run = SimpleNamespace(trainer=trainer, start=start, loader=loader, val_stream=val_stream, tasks=tasks, log=log)
     switches = switches or {"tf32": True}
     print_plan(run, notes, switches)
     lines = capsys.readouterr().out.splitlines()
@@ -47,7 +45,7 @@ def plan(capsys, config, log, world_size, notes=(), step=0, tokens=0, hellaswag=
 def test_the_plan(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(run_log, "peak_flops", lambda device: 1e13)
     config, log = make_log(tmp_path, total_batch_size=1024)
-    items = SimpleNamespace(labels=range(10042))
+    tasks = SimpleNamespace(items=dict(hellaswag=range(10042), piqa=range(1)))
     notes = [
         Note("tf32", False, "no GPU"),
         Note("micro_batch_size", 4, "it fits"),
@@ -56,7 +54,7 @@ def test_the_plan(tmp_path, capsys, monkeypatch):
         Note("attention", "sdpa", "no GPU"),
     ]
     switches = {"tf32": True, "compile": False, "flash": True, "autocast bf16": True, "fp8": False}
-    lines = plan(capsys, config, log, 2, notes, hellaswag=items, switches=switches)
+    lines = plan(capsys, config, log, 2, notes, tasks=tasks, switches=switches)
     parameters = 50257 * 32 + 32 * 32 + 2 * (12 * 32 * 32 + 13 * 32) + 2 * 32
     assert lines == [
         ("device", f"2 × {log.facts['hardware']}; PyTorch {torch.__version__}; MFU is of 10 TFLOP/s a device"),
@@ -68,7 +66,7 @@ def test_the_plan(tmp_path, capsys, monkeypatch):
         ("training", "10 steps, 10,240 tokens, 1.00 epochs"),
         ("on", "tf32, flash, autocast bf16 (off: compile, fp8)"),
         ("data", "edu_fineweb10B: 3 train shards, 10,240 tokens; 1 val, 480 of 500 tokens"),
-        ("HellaSwag", "10,042 items"),
+        ("tasks", "hellaswag 10,042 items, piqa 1 item"),
         ("log", f"{tmp_path}/run/"),
         ("watch", f"{tmp_path}/run/metrics.jsonl"),
         ("note", "tf32, fp8 are off; attention is sdpa: no GPU"),
@@ -83,7 +81,7 @@ def test_the_plan_of_a_resumed_run(tmp_path, capsys, monkeypatch):
     lines = dict(plan(capsys, config, log, 1, step=8, tokens=1_000_000))
     assert lines["training"] == "10 steps, 1,004,096 tokens, 98.06 epochs" and "parallel" not in lines
     assert lines["batch"].endswith(" × 16 accumulated × 1 rank, reached after 4 steps")
-    assert lines["on"] == "tf32" and lines["HellaSwag"] == "off"
+    assert lines["on"] == "tf32" and lines["tasks"] == "off"
     assert [count(number, "layer") for number in (0, 1, 2)] == ["0 layers", "1 layer", "2 layers"]
 
 

@@ -48,7 +48,8 @@ def test_the_step_line_and_the_files(tmp_path, capsys, monkeypatch):
     log = make_log(tmp_path, max_steps=100)
     log.validation(0, 0, 10.98765, seconds=1.23, bits_per_byte=3.45678)
     train_step(log, 0, 10.5)
-    log.hellaswag(1, 5000, 0.2, 0.25, items=64, seconds=1.0)
+    hellaswag = dict(acc=0.2, acc_norm=0.25, items=64)
+    log.tasks(1, 5000, dict(hellaswag=hellaswag, lambada=dict(acc=0.5, perplexity=40.0, items=32)), seconds=1.0)
     train_step(log, 1, math.nan, loss_scale=4.0, bad_steps=2)
     log.samples(2, 10000, ["one", "two"])
     log.close()
@@ -60,10 +61,11 @@ def test_the_step_line_and_the_files(tmp_path, capsys, monkeypatch):
         "time left unknown"
     )
     assert out[2] == "step     1/100 | HellaSwag acc 0.2000 | acc_norm 0.2500 | 64 items | 1.0 s"
-    assert out[3].startswith("step     1/100 | loss nan | lr") and out[3].endswith(
+    assert out[3] == "step     1/100 | lambada_acc 0.5000 | lambada_perplexity 40.0000"
+    assert out[4].startswith("step     1/100 | loss nan | lr") and out[4].endswith(
         "left | not finite, skipped (2 in a row)"
     )
-    assert out[4:] == ["sample 0: one", "sample 1: two"]
+    assert out[5:] == ["sample 0: one", "sample 1: two"]
     folder = tmp_path / "run"
     assert (folder / "log.txt").read_text().splitlines() == [
         "0 val 10.9877",
@@ -75,7 +77,9 @@ def test_the_step_line_and_the_files(tmp_path, capsys, monkeypatch):
     assert rows[0] == dict(step=0, tokens=0, val_loss=10.98765, val_bits_per_byte=3.45678)
     expected = dict(step=0, tokens=5000, train_loss=10.5, lr=1e-4, grad_norm=2.5, step_ms=500, tokens_per_sec=10000)
     assert rows[1] == expected | dict(mfu=0.5, peak_gb=rows[1]["peak_gb"]) and rows[1]["peak_gb"] > 0
-    assert rows[2] == dict(step=1, tokens=5000, hellaswag_acc=0.2, hellaswag_acc_norm=0.25, hellaswag_items=64)
+    values = dict(hellaswag_acc=0.2, hellaswag_acc_norm=0.25, hellaswag_items=64)
+    values |= dict(lambada_acc=0.5, lambada_perplexity=40, lambada_items=32)
+    assert rows[2] == dict(step=1, tokens=5000) | values
     assert rows[3]["train_loss"] is None  # JSON has no NaN
     assert rows[3]["loss_scale"] == 4.0 and rows[3]["bad_steps"] == 2
     assert rows[4] == dict(step=2, tokens=10000, samples=["one", "two"])

@@ -36,7 +36,8 @@ def test_offline_needs_no_login_and_records_everything(tmp_path, monkeypatch):
     log = make_log(tmp_path, wandb="auto")
     train_step(log, 0, 3.0)
     log.validation(1, 100, 3.0, seconds=1.0, bits_per_byte=1.25)
-    log.hellaswag(1, 100, 0.2, 0.25, items=64, seconds=1.0)
+    scores = dict(hellaswag=dict(acc=0.2, acc_norm=0.25, items=64), piqa=dict(acc=0.5, acc_norm=0.6, items=32))
+    log.tasks(1, 100, scores, seconds=1.0)
     log.samples(1, 100, ["Hello"])
     run = log.wandb.run
     assert run is not None and f"-m wandb leet {tmp_path}/run/wandb (upload: " in log.where_to_watch()
@@ -47,6 +48,7 @@ def test_offline_needs_no_login_and_records_everything(tmp_path, monkeypatch):
     assert summary["train/loss"] == 2.0 and summary["_step"] == 2
     assert summary["val/loss"] == 3.0 and summary["val/bits_per_byte"] == 1.25
     assert summary["val/hellaswag_acc"] == 0.2 and summary["val/hellaswag_acc_norm"] == 0.25
+    assert summary["val/piqa_acc_norm"] == 0.6
     assert summary["ranks/own_ms_0"] == 10 and summary["ranks/own_ms_1"] == 11 and summary["train/slowest_rank"] == 1
     assert summary["train/step_ms"] == 500 and "train/mfu" not in summary.keys()
     panels = {name.partition("/")[0] for name in summary.keys() if name[0] != "_"}
