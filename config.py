@@ -175,11 +175,9 @@ class Evaluation:
     """Validation tokens, at most all there are."""
     hellaswag_every: int = flag(250, at_least=0, sweep=False)
     """Steps between HellaSwag evaluations; 0 is off."""
-    hellaswag_data: str | None = flag(None, sweep=False)
-    """HellaSwag's validation set as a local .jsonl file; by default it is downloaded."""
     tasks: str | None = flag(None, sweep=False, is_path=False)
-    """Also evaluated, whenever HellaSwag is: names of arc_easy, piqa, lambada and winogrande, each downloaded or from a
-    local file with the same columns, as in arc_easy,piqa=FILE.jsonl."""
+    """Also evaluated, whenever HellaSwag is: names of arc_easy, piqa, lambada and winogrande. They are downloaded;
+    hellaswag=FILE.jsonl,piqa=FILE.jsonl takes local files with the same columns."""
     sample_every: int = flag(250, at_least=0, sweep=False)
     """Steps between samples; 0 is off."""
 
@@ -288,9 +286,8 @@ def resolve(config, distributed, free_memory=None, start=None, typed=None):
             f"{new.seq_len // new.context} tokens on a rank"
         )
     schedules.check_flags(new, distributed, notes)
-    for name in ("hellaswag_data", "tasks"):
-        if getattr(new, name) and not new.hellaswag_every:
-            notes.append(Note(name, getattr(new, name), "it is not evaluated, since hellaswag_every is 0"))
+    if new.tasks and not new.hellaswag_every:
+        notes.append(Note("tasks", new.tasks, "nothing of it is evaluated, since hellaswag_every is 0"))
     refuse_unavailable_flags(typed or {}, notes)
     return new, notes
 

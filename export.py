@@ -27,6 +27,7 @@ from checkpoints.run_folder import TRAINING, run_of
 from common.cli import parse
 from common.errors import UserError, first_line, out_of_memory, run
 from common.hub import answered, check_hub
+from data.tasks import split_tasks
 from data.tokenizer import save_tokenizer
 from watch.curves import METRICS, read_rows
 
@@ -115,7 +116,7 @@ def model_card(name, model, flags):
         lines = [f"- Data: {data}; {training['tokens']:,} tokens in {training['step']:,} steps"]
         lines += [f"- Hardware: {facts['world_size']} × {facts['hardware']}; {versions}"]
         lines += [f"- Initial weights: {Path(facts['init_from']).name}", f"- Command: `{facts['command']}`"]
-        choice = Path(facts.get("hellaswag_data") or "hellaswag").name
+        choice = Path(split_tasks(facts.get("tasks")).get("hellaswag") or "hellaswag").name
         rows = read_rows(run_of(name)) if (run_of(name) / METRICS).is_file() else []
         for row in (row for row in rows if row["step"] == training["step"]):  # evaluations of these weights
             for key, dataset in dict(val_loss=data, hellaswag_acc=choice, hellaswag_acc_norm=choice).items():

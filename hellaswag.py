@@ -25,7 +25,7 @@ import tyro
 from checkpoints.load import load_model, locate
 from common.cli import flag, parse, progress
 from common.errors import UserError, out_of_memory, run
-from data.loader import make_batch
+from data.loader import Batch, make_batch
 from data.tasks import TASKS, load_items, split_tasks
 from data.tokenizer import encode
 from parallel import process_group
@@ -135,7 +135,7 @@ class MultipleChoice:
         A collective; losses_of is that of sum_losses, and of a batch without targets it returns logits, (N, V)."""
 
         def losses_and_misses(batch, at):
-            logits = losses_of(batch._replace(targets=None), at).float()
+            logits = losses_of(Batch(batch.inputs, None, batch.offsets), at).float()
             losses = F.cross_entropy(logits, batch.targets, ignore_index=-1, reduction="none")
             misses = (logits.argmax(dim=1) != batch.targets).float()
             return torch.stack((losses, misses)) / distributed.pipeline  # all stages have the logits
@@ -178,7 +178,7 @@ def tasks_in_training(config):
     if not config.hellaswag_every:
         return None
     limit = None if config.device == "cuda" else SLOW_DEVICE_ITEMS
-    files = {"hellaswag": config.hellaswag_data} | split_tasks(config.tasks)
+    files = {"hellaswag": None} | split_tasks(config.tasks)
     items = {name: load_items(file, limit, name) for name, file in files.items()}
     return Tasks(items, config.seq_len, config.micro_batch_size * config.seq_len)
 

@@ -98,8 +98,7 @@ def find_data(config, folder):
     def found(path):
         return str(folder / path) if path and not Path(path).exists() and (folder / path).exists() else path
 
-    for name in ("data_dir", "hellaswag_data"):
-        setattr(config, name, found(getattr(config, name)))
+    config.data_dir = found(config.data_dir)
     config.tasks = join_tasks({task: found(path) for task, path in split_tasks(config.tasks).items()})
 
 

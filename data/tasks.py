@@ -134,8 +134,8 @@ TASKS = {
         "data/validation-00000-of-00001.parquet",
         "ctx, endings (two or more, not blank) and label (the index of the true ending)",
         read_hellaswag,
-        local="hellaswag.py reads a local file with --data FILE.jsonl, train_gpt2.py with --hellaswag_data FILE.jsonl; "
-        "--hellaswag_every 0 trains without it",
+        local="hellaswag.py reads a local file with --data FILE.jsonl, train_gpt2.py with "
+        "--tasks hellaswag=FILE.jsonl; --hellaswag_every 0 trains without it",
     ),
     "arc_easy": Task(
         "allenai/ai2_arc",

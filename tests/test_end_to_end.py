@@ -58,9 +58,9 @@ train_gpt2.main()
 
 def test_everything_runs_in_a_compiled_run(train, script, hellaswag_file):
     """Validation, HellaSwag, samples and checkpoints with compile and bf16 on: a graph a shape, none compiled twice."""
-    flags = ["--compile", *EVALUATE, "--hellaswag_data", hellaswag_file, "--max_steps", 4]
+    flags = ["--compile", *EVALUATE, "--max_steps", 4]
     (hellaswag_file.parent / "lambada.jsonl").write_text(json.dumps(dict(text=" ".join(WORDS))))
-    flags += ["--tasks", f"lambada={hellaswag_file.parent}/lambada.jsonl"]
+    flags += ["--tasks", f"hellaswag={hellaswag_file},lambada={hellaswag_file.parent}/lambada.jsonl"]
     flags += ["--n_layer", 1, "--mask_documents", "--seq_len", 64]  # validation and HellaSwag then differ in shape
     run = train("compiled", *flags, script=script(AOT_EAGER + LOG_RECOMPILES))
     plain = train("plain", *flags, "--no_compile", "--autocast", "off")
@@ -224,11 +224,11 @@ def test_bad_runs_end_in_one_line(train, tmp_path):
     expect_error(train("x", "--micro_batch_size", 3, fails=True), "--micro_batch_size 2", "--total_batch_size 192")
     for name in ("fp8", "tf32", "bf16-residual"):  # by default they are noted as off
         expect_error(train("x", f"--{name}", fails=True), f"--{name.replace('-', '_')} does nothing here")
-    expect_error(train("x", "--hellaswag_every", 1, "--hellaswag_data", "no.jsonl", fails=True), "no.jsonl")
+    expect_error(train("x", "--hellaswag_every", 1, "--tasks", "hellaswag=no.jsonl", fails=True), "no.jsonl")
     expect_error(
         train("x", "--hellaswag_every", 1, fails=True),
         "HellaSwag",
-        "--hellaswag_data FILE.jsonl",
+        "--tasks hellaswag=FILE.jsonl",
         "--hellaswag_every 0",
     )
     expect_error(train("x", "--init_from", "no/such/folder", drop="--n_layer --n_head --n_embd", fails=True), "no/such")

@@ -82,7 +82,7 @@ def test_a_signal_during_an_evaluation(train, tmp_path, monkeypatch, ranks, flag
     (tmp_path / "items.jsonl").write_text("".join(json.dumps(item) + "\n" for item in make_items(9)))
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     flags = [*flags, *"--max_steps 4 --val_every 2 --hellaswag_every 2 --sample_every 2".split()]
-    flags += ["--checkpoint_every", 100, "--hellaswag_data", "items.jsonl", "--micro_batch_size", 1]
+    flags += ["--checkpoint_every", 100, "--tasks", "hellaswag=items.jsonl", "--micro_batch_size", 1]
 
     def evaluated(run):
         """The steps of each evaluation in the log."""

@@ -98,9 +98,9 @@ def test_data_are_found_from_another_folder(train, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path / "elsewhere")
     for resumed in (run, run / "checkpoint_000002"):
         tasks = "piqa,lambada=corpus,winogrande=nowhere.jsonl"
-        config = Config(resume=str(resumed), data_dir="corpus", hellaswag_data="nowhere.jsonl", tasks=tasks)
+        config = Config(resume=str(resumed), data_dir="corpus", tasks=tasks)
         resume.find_start(config, ALONE)
-        assert (config.data_dir, config.hellaswag_data) == (str(tmp_path / "corpus"), "nowhere.jsonl")
+        assert config.data_dir == str(tmp_path / "corpus")
         assert config.tasks == f"piqa,lambada={tmp_path}/corpus,winogrande=nowhere.jsonl"
 
 

@@ -39,7 +39,7 @@ def complaint(*arguments, flags_type=Config):
         (["--autocast=off", "--flash"], dict(autocast="off", flash=True)),
         (["--max-steps", "3", "--lr=6e-4", "--n_layer=2"], dict(max_steps=3, lr=6e-4, n_layer=2)),
         (["--data_dir=my data", "--run-name", "a b"], dict(data_dir="my data", run_name="a b")),
-        (["--weight_decay", "-0.5", "--hellaswag_data=None"], dict(weight_decay=-0.5, hellaswag_data=None)),
+        (["--weight_decay", "-0.5", "--tasks=None"], dict(weight_decay=-0.5, tasks=None)),
     ],
 )
 def test_spellings(spelling, flags):

@@ -53,7 +53,7 @@ def test_a_newline_in_a_flag_makes_no_line(tmp_path):
 def test_values_as_people_write_them(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", "/home/me")
     text = "autocast: off\nlr: 6e-4\ncompile: off\nmicro_batch_size: null\nmax_steps: 10 # short\nflash: True\n"
-    assert read(tmp_path / "flags.yaml", text + "data_dir:\nlog_dir: ~/x\nhellaswag_data: ~\n") == dict(
+    assert read(tmp_path / "flags.yaml", text + "data_dir:\nlog_dir: ~/x\ntasks: ~\n") == dict(
         autocast="off", lr=6e-4, compile=False, max_steps=10, flash=True, log_dir="/home/me/x"
     )
     assert read(tmp_path / "flags.yaml", "") == {}

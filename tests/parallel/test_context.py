@@ -23,7 +23,7 @@ def test_training_evaluations_and_checkpoints_are_those_of_one_rank(train, train
     (tmp_path / "items.jsonl").write_text("".join(json.dumps(item) + "\n" for item in make_items(5)))
     flags = "--max_steps 4 --checkpoint_every 2 --val_every 4 --hellaswag_every 4".split()
     flags += ["--n_layer", 1, "--n_head", 6, "--n_embd", 48, "--micro_batch_size", 2, "--mask_documents"]
-    flags += ["--hellaswag_data", tmp_path / "items.jsonl"]
+    flags += ["--tasks", f"hellaswag={tmp_path}/items.jsonl"]
     with_samples = [*flags, "--sample_every", 4]
     whole = train("whole", *with_samples)
     middle = "log/{}/checkpoint_000002".format

@@ -41,7 +41,7 @@ def assert_same(run, whole, steps=4):
 def test_every_layout_trains_and_resumes_as_one_rank_does(train, train_several, command, tmp_path, call_main):
     (tmp_path / "items.jsonl").write_text("".join(json.dumps(item) + "\n" for item in make_items(5)))
     flags = "--max_steps 4 --checkpoint_every 2 --val_every 4 --hellaswag_every 4".split()
-    flags += ["--hellaswag_data", str(tmp_path / "items.jsonl"), "--micro_batch_size", "1"]
+    flags += ["--tasks", f"hellaswag={tmp_path}/items.jsonl", "--micro_batch_size", "1"]
     flags += ["--n_layer", "3"]  # two gathered together, and one alone
     flags += ["--mask_documents"]  # the blocks share the documents' boundaries
     between = ["--val_every", "2", "--sample_every", "2"]  # then training goes on

@@ -106,8 +106,8 @@ def test_training_and_checkpoints_are_those_of_one_rank(train, train_several, tm
     (tmp_path / "items.jsonl").write_text("".join(json.dumps(item) + "\n" for item in make_items(5)))
     steps = ["--n_layer", 3, "--micro_batch_size", 1, "--total_batch_size", 128, "--mask_documents", "--max_steps"]
     saves = [*steps, 4, "--checkpoint_every", 2]
-    flags = "--val_every 4 --sample_every 4 --hellaswag_every 4 --hellaswag_data".split()
-    flags = [*saves, *flags, tmp_path / "items.jsonl"]
+    flags = "--val_every 4 --sample_every 4 --hellaswag_every 4".split()
+    flags = [*saves, *flags, "--tasks", f"hellaswag={tmp_path}/items.jsonl"]
     whole = train("whole", *flags)
     middle = "log/{}/checkpoint_000002".format
     ddp, four, tensor = train_several(

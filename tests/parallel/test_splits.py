@@ -38,8 +38,8 @@ def test_figures_checkpoints_and_exports(train, train_several, command, tmp_path
     steps = "--n_layer 3 --micro_batch_size 1 --total_batch_size 128 --mask_documents "
     steps += f"--max_steps {STEPS} --checkpoint_every {MIDDLE}"
     evaluations = f"--val_every {STEPS} --hellaswag_every {STEPS}"
-    flags = [*steps.split(), *evaluations.split(), "--hellaswag_data", str(tmp_path / "items.jsonl")]
-    flags += ["--tasks", f"lambada={tmp_path}/last_words.jsonl"]  # which needs logits
+    flags = [*steps.split(), *evaluations.split()]
+    flags += ["--tasks", f"hellaswag={tmp_path}/items.jsonl,lambada={tmp_path}/last_words.jsonl"]  # which needs logits
     muon = [*steps.split(), "--optimizer", "muon"]
     whole, whole_muon = train("whole", *flags), train("whole_muon", *muon)
     of_two = {name: [*flags, *more.split()] for name, more in ON_TWO_RANKS.items()}

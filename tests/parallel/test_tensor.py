@@ -69,7 +69,7 @@ def test_gradients_losses_and_logits_are_those_of_a_whole_model(command, script)
 def test_training_and_checkpoints_are_those_of_one_rank(train, train_several, command, tmp_path):
     (tmp_path / "items.jsonl").write_text("".join(json.dumps(item) + "\n" for item in make_items(5)))
     flags = "--max_steps 4 --checkpoint_every 2 --val_every 4 --hellaswag_every 4".split()
-    flags += ["--n_layer", 1, "--n_head", 4, "--mask_documents", "--hellaswag_data", tmp_path / "items.jsonl"]
+    flags += ["--n_layer", 1, "--n_head", 4, "--mask_documents", "--tasks", f"hellaswag={tmp_path}/items.jsonl"]
     with_samples = [*flags, "--sample_every", 4]
     whole = train("whole", *with_samples)
     middle = "log/{}/checkpoint_000002".format
