@@ -162,8 +162,8 @@ def launched():
         tasks = max((int(count) for count in counts if count.isdecimal()), default=1)
         if tasks > 1:
             raise UserError(
-                f"{tasks} tasks would each do the same: start one torchrun on each machine, as docs/slurm.sh does with "
-                "`srun --ntasks-per-node=1 torchrun ...`, or set WORLD_SIZE=1 for separate runs"
+                f"{tasks} tasks would each do the same: start one torchrun on each machine, as clusters/slurm.sh does "
+                "with `srun --ntasks-per-node=1 torchrun ...`, or set WORLD_SIZE=1 for separate runs"
             )
     if os.environ.get("WORLD_SIZE", "1") == "1":
         return 0, 1, 0, 1

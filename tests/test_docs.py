@@ -4,20 +4,26 @@ import dataclasses
 import importlib
 import json
 import re
+import subprocess
 from pathlib import Path
 
 import pytest
+import torch.distributed.run
+import yaml
 from conftest import expect_error
 
+import fineweb
+from common.cli import parse
+from config import Config
 from dev import tables
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 COMMANDS = ["bench", "config", "dev.corpus", "export", "fineweb", "hellaswag", "ladder", "sample", "watch.curves"]
 COMMANDS += [f"measure.{path.stem}" for path in (ROOT / "measure").glob("*.py")]
-# Flags of torchrun, sbatch, pip and uv, and of every command
+# Flags of torchrun, sbatch, modal, pip and uv, and of every command
 OTHERS = {"help", "standalone", "nproc_per_node", "nnodes", "nodes", "max-restarts", "extra", "extra-index-url"}
-OTHERS |= {"rdzv_backend", "rdzv_endpoint", "rdzv_id", "torch-backend"}
+OTHERS |= {"rdzv_backend", "rdzv_endpoint", "rdzv_id", "torch-backend", "run-name"}
 
 
 def anchors(page):
@@ -92,3 +98,38 @@ def test_a_table_is_made_from_its_record(call_main, tmp_path, monkeypatch):
     assert call_main("dev/tables.py", "--check").returncode == 0
     record.unlink()
     expect_error(call_main("dev/tables.py"), "speed.json")
+
+
+def started(script, **variables):
+    """What a cluster's script starts with torchrun: torchrun's arguments, parsed. The cluster's programs do nothing."""
+    programs = 'scontrol() { echo first; echo second; }; srun() { shift 2; "$@"; }; source() { :; }; '
+    programs += 'torchrun() { printf "%s\\n" "$@"; }; '
+    done = subprocess.run(["bash", "-uc", programs + script], env=variables, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return torch.distributed.run.parse_args(done.stdout.splitlines())
+
+
+def test_clusters_start_existing_commands_with_existing_flags(monkeypatch):
+    folder = ROOT / "clusters"
+    assert {path.name for path in folder.iterdir() if path.is_file()} == {"modal_app.py", "skypilot.yaml", "slurm.sh"}
+    job = dict(SLURM_JOB_ID="7", SLURM_NNODES="2", SLURM_GPUS_ON_NODE="8", SLURM_CPUS_PER_TASK="4")
+    job |= dict(SLURM_JOB_NODELIST="names")
+    _, data, train = yaml.safe_load_all((folder / "skypilot.yaml").read_text())
+    task = dict(SKYPILOT_NUM_NODES="2", SKYPILOT_NUM_GPUS_PER_NODE="8", SKYPILOT_NODE_RANK="1", FLAGS="--parallel hsdp")
+    task |= dict(SKYPILOT_NODE_IPS="first\nsecond", SKYPILOT_TASK_ID="7")
+    slurm = started(f". {folder / 'slurm.sh'} --parallel hsdp", **job)
+    assert (slurm.rdzv_endpoint, slurm.rdzv_id) == ("first:29500", "7-0")
+    sky = started(train["run"], **task)
+    assert (sky.master_addr, sky.node_rank) == ("first", 1)
+    for arguments, name in (slurm, "gpt2-7"), (sky, "7"):
+        assert (arguments.nnodes, arguments.nproc_per_node, arguments.training_script) == ("2", "8", "train_gpt2.py")
+        monkeypatch.setattr("sys.argv", ["train_gpt2.py", *arguments.training_script_args])
+        config = parse(Config)
+        assert (config.run_name, config.parallel) == (name, "hsdp")
+    monkeypatch.setattr("sys.argv", data["run"].split()[1:])
+    assert parse(fineweb.Flags).out == config.data_dir
+
+    text = (folder / "modal_app.py").read_text()
+    compile(text, "modal_app.py", "exec")
+    flags = {field.name for each in (Config, fineweb.Flags) for field in dataclasses.fields(each)}
+    assert {flag for flag in re.findall(r'"--([a-z_]+)"', text)} <= flags

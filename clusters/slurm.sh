@@ -7,11 +7,15 @@
 #SBATCH --time=24:00:00
 #SBATCH --signal=B:USR1@180
 #SBATCH --requeue
-# Usage, in the project's folder with its environment active: sbatch --nodes=2 docs/slurm.sh [flags of train_gpt2.py]
+#SBATCH --open-mode=append
+# Usage, in the project's folder on a disk that all machines share:
+#   uv sync --frozen --extra gpu && source .venv/bin/activate && python fineweb.py    # once, on a login node
+#   sbatch --nodes=2 clusters/slurm.sh [flags of train_gpt2.py]
 # SLURM sends SIGUSR1 to this script three minutes before the time limit. The script tells every rank to save and stop,
 # and requeues the job. The requeued job has the same id, so it has the same run name and continues the run.
 set -euo pipefail
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=170  # seconds for saving, instead of 30
+export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1  # a restarted rank reads no address of a dead process
 
 first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 
