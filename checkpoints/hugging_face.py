@@ -56,6 +56,7 @@ def write_config(config, folder):
         tie_word_embeddings=True,
         architectures=["GPT2LMHeadModel"],
         n_positions=config.seq_len,
+        n_ctx=config.seq_len,  # llama.cpp reads this name
         vocab_size=config.vocab_size,
         n_layer=config.n_layer,
         n_head=config.n_head,
