@@ -2,7 +2,7 @@
 
 from checkpoints.run_folder import checkpoints_of
 from common.cli import python_command
-from common.errors import UserError, word
+from common.errors import first_line, word
 from optim.schedules import accumulation_steps, tokens_to_train
 from parallel import place
 from parallel.memory import data_ranks
@@ -75,7 +75,7 @@ def note_lines(notes):
 
 
 def print_summary(run, stop):
-    """Draw the run's curves, print what it has reached and what to type next, on rank 0.
+    """Write the run's report, print what it has reached and what to type next, on rank 0.
 
     run: train_gpt2.Run; stop: its StopSignal. Raises UserError if its logs lack lines.
     """
@@ -91,12 +91,12 @@ def print_summary(run, stop):
     print(f"peak memory {peak_memory(log.device):.2f} GB")
     print(f"log: {log.folder}/ (log.txt, metrics.jsonl, config.json, flags.yaml)")
     if config.max_steps >= FEW_STEPS:
-        from watch import curves  # only here: it takes matplotlib
+        from watch import report  # only here: it takes matplotlib
 
         try:
-            print(f"curves: {curves.draw([log.folder])}")
-        except (OSError, UserError) as error:
-            print(f"no curves.png: {error}")  # the run is complete without it
+            print(f"report: {report.write(log.folder)} (curves.png is its figure)")
+        except Exception as error:
+            print(f"no report.html: {type(error).__name__}: {first_line(error)}")  # the run is complete without it
     print(f"watch: {log.where_to_watch()}")
     if checkpoints_of(log.folder):
         print(f"Next: {python_command('sample.py', log.folder, '--prompt', 'Hello, my name is')}")

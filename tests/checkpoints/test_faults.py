@@ -161,7 +161,7 @@ def test_a_signal_saves_and_ends_well(tmp_path, corpus, number, flags):
     step = int(newest.name[-6:])
     assert f"{number.name}: stopped at step {step}; to continue from log/stopped/{newest.name}: " in out
     assert out.endswith("train_gpt2.py --resume log/stopped\n")
-    assert (run / "curves.png").exists()
+    assert (run / "report.html").exists()
     assert len(logged(run)) == step and json.loads((newest / "training.json").read_text())["step"] == step
 
 

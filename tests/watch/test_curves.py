@@ -2,6 +2,7 @@ import json
 import sys
 
 import pytest
+from conftest import expect_error
 
 from common.errors import UserError
 from watch import curves
@@ -111,3 +112,32 @@ def test_the_command_and_its_errors(command, tmp_path):
         (tmp_path / "empty" / "metrics.jsonl").write_bytes(content)
         with pytest.raises(UserError, match="nothing is logged"):
             command("empty")
+
+
+def test_the_report_is_one_file_with_everything(tmp_path, call_main):
+    text = "<script>$title {body} & \ud800"
+    facts = dict(command="train_gpt2.py --lr '<b>'", hardware="H100", world_size=8, finished=False, profile=0)
+    run = write_run(tmp_path / "a & b", 5, **facts | dict(rollbacks=[dict(step=3, reason="NaN")]))
+    (run / "checkpoint_000003").mkdir()
+    rows = [dict(step=5, tokens=5000, samples=["old"]), dict(step=5, tokens=5000, samples=[text])]
+    for step in range(5, 8):
+        row = dict(train_loss=None, tokens_per_sec=9e5, mfu=0.5, slowest_rank=3, slowest_behind=step / 100)
+        rows.append(dict(step=step, tokens=5000, **row))
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), errors="replace")
+    done = call_main("-m", "watch.report", "a & b")
+    assert done.stdout == "a & b/report.html\n", done.stderr
+    page = (run / "report.html").read_text()
+    for part in (
+        "<h1>a &amp; b</h1>",
+        "not finished",
+        "--lr &#x27;&lt;b&gt;&#x27;",
+        "&lt;script&gt;$title {body} &amp;",
+    ):
+        assert part in page, part
+    for part in ("50.0%</b>MFU", "900,000</b>tokens/sec", "<td>3</td><td>3</td><td>0.07</td>", "<td>NaN</td>"):
+        assert part in page, part
+    assert "checkpoint_000003</pre>" in page and "<dt>profile</dt><dd>0</dd>" in page and "old" not in page
+    assert (run / "curves.png").exists() and 'src="data:image/png;base64,iVBORw0' in page
+    for outside in ("<script", "http://", "https://", "<link", "url(", "@import"):
+        assert outside not in page
+    expect_error(call_main("-m", "watch.report", "none"), "cannot read none/metrics.jsonl")

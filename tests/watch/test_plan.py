@@ -12,7 +12,7 @@ from model import GPT, GPTConfig
 from optim.schedules import accumulation_steps, tokens_to_train
 from optimizations import Note
 from parallel.process_group import Distributed
-from watch import run_log
+from watch import report, run_log
 from watch.plan import count, print_plan, print_summary
 from watch.run_log import RunLog
 
@@ -111,7 +111,7 @@ def test_the_summary(tmp_path, capsys, monkeypatch):
     assert out[1].startswith("peak memory ") and out[1].endswith(" GB")
     assert out[2:5] == [
         f"log: {tmp_path}/run/ (log.txt, metrics.jsonl, config.json, flags.yaml)",
-        f"curves: {tmp_path}/run/curves.png",
+        f"report: {tmp_path}/run/report.html (curves.png is its figure)",
         f"watch: {tmp_path}/run/metrics.jsonl",
     ]
     sample = python_command("sample.py", log.folder, "--prompt", "Hello, my name is")
@@ -127,4 +127,12 @@ def test_the_summary(tmp_path, capsys, monkeypatch):
     summarize(config, log)
     out = capsys.readouterr().out
     assert out.startswith("validation loss 10.0000 -> 7.0000 in 6 steps; 12,345 tokens in all\n")  # of the whole run
-    assert "Next" not in out and "curves" not in out
+    assert "Next" not in out and "report" not in out
+
+    def fail(folder):
+        raise ZeroDivisionError("a bug")
+
+    monkeypatch.setattr(report, "write", fail)
+    config.max_steps = 10
+    summarize(config, log)
+    assert "no report.html: ZeroDivisionError: a bug\n" in capsys.readouterr().out  # a run ends as it would without
