@@ -13,15 +13,16 @@ SLEEP = "import time; print('begun', flush=True); time.sleep(600)"
 
 def test_what_a_test_starts_ends_with_it(tmp_path):
     """Forks, processes, and those that these have started, in sessions of their own too."""
+    fork_server()
+    before = set(descendants(os.getpid()))  # the server, and multiprocessing's helpers
     (tmp_path / "sleep.py").write_text("import os; os.fork(); os.fork();\n" + SLEEP)
     outputs = [tmp_path / "out", tmp_path / "err"]
     begin([tmp_path / "sleep.py"], tmp_path, outputs)
     wait_until(lambda: outputs[0].exists() and outputs[0].read_text().count("begun") == 4)
     subprocess.Popen(["sh", "-c", "setsid sleep 600 & sleep 600"])
-    server = fork_server()[0].pid
-    wait_until(lambda: len(set(descendants(os.getpid())) - {server}) == 4 + 3)
-    end_descendants(os.getpid(), [server])
-    assert set(descendants(os.getpid())) == {server}
+    wait_until(lambda: len(set(descendants(os.getpid())) - before) == 4 + 3)
+    end_descendants(os.getpid(), before)
+    assert set(descendants(os.getpid())) == before
 
 
 def test_a_fork_is_what_python_runs(tmp_path):
