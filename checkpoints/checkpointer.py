@@ -84,8 +84,8 @@ class Checkpointer:
             print(f"the checkpoint was not written ({error}); {self.newest()}")
 
     def finish(self, step, problem, finished):
-        """Wait until everything is on disk, on all ranks. and close the log. problem: why the run diverged, or
-        None. Raises UserError on rank 0 if it did or, unless checkpoint_every is 0, if `step` is not saved."""
+        """Wait until everything is on disk, on all ranks, and close the log. problem: why the run diverged, or None.
+        Raises UserError on rank 0 if it did or, unless checkpoint_every is 0, if `step` is not saved."""
         self.wait()
         if self.log:
             self._prune()  # the last validation loss is known now
