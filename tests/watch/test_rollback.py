@@ -118,7 +118,6 @@ def test_a_run_of_some_minutes(train, tmp_path):
     facts = json.loads((run / "config.json").read_text())
     steps, [last] = len(logged(run)), run.glob("checkpoint_*")
     assert facts["finished"] and last.name == f"checkpoint_{steps:06d}" and len(logged(run, "val")) == 2
-    assert metrics(run)[-2]["lr"] < 1e-3 / 2
     train("run", *flags, drop=DROP)
     assert len(logged(run)) == steps and [*run.glob("checkpoint_*")] == [last]
 
