@@ -229,7 +229,7 @@ def loop(run, tracer, stop):
         config.max_steps = steps_in_time(config, run.step, run.start, result.trained_seconds)
         if health.problem and (checkpoint := rollback.go_back(run, health, result.tokens)):
             return checkpoint
-        if health.bad_steps >= rollback.MAX_BAD_STEPS:
+        if health.problem:  # and no way back
             break
 
     checkpointer.finish(run.step, health.problem, finished=not stop.agreed)

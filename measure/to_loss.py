@@ -6,7 +6,6 @@ python -m measure.to_loss --max_steps 90 --recipes mask_documents=on   # what th
 
 import common.interrupt  # first: Ctrl-C during the other imports
 
-import json
 import math
 import statistics
 from dataclasses import dataclass, replace
@@ -24,6 +23,7 @@ from measure.child_run import begin, count_devices, finish, run_config, train_to
 from optim import schedules
 from optim.optimizer import OPTIMIZERS, optimizer_defaults
 from parallel.memory import LARGEST_IN_WARMUP
+from watch.curves import read_rows
 
 COLUMNS = ("rung", "final loss", "difference", "p", "tokens", "× first", "seconds", "× first")
 VAL_TOKENS = 2621440  # at most, in each of some 20 validations
@@ -165,7 +165,7 @@ class Curve(NamedTuple):
 def read_curve(folder):
     """The Curve of a run's folder. The first steps include compilation: their time is their tokens times the median
     time per token of the others."""
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    rows = read_rows(folder)
     steps, before = [row for row in rows if "step_ms" in row], 0
     for row in steps:
         row["size"], before = row["tokens"] - before, row["tokens"]
