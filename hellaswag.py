@@ -1,7 +1,7 @@
 """HellaSwag: how often a model finds the true ending of a short text likelier than three false ones.
 
     python hellaswag.py log/RUN                                  # or a checkpoint, a Hugging Face folder, gpt2
-    python hellaswag.py gpt2 --data mine.jsonl                   # other multiple choice
+    python hellaswag.py gpt2 --tasks hellaswag=mine.jsonl        # other multiple choice
     python hellaswag.py gpt2 --tasks arc_easy,piqa,lambada,winogrande
 
 Endings are scored as build-nanogpt scores them (Zellers et al. 2019 for the data): acc counts the items where the true
@@ -24,7 +24,7 @@ import tyro
 
 from checkpoints.load import load_model, locate
 from common.cli import flag, parse, progress
-from common.errors import UserError, out_of_memory, run
+from common.errors import out_of_memory, run
 from data.loader import Batch, make_batch
 from data.tasks import TASKS, load_items, split_tasks
 from data.tokenizer import encode
@@ -78,7 +78,7 @@ def make_batches(pairs, seq_len, tokens, widths):
 
 
 class MultipleChoice:
-    """Items of load_items as batches, and the scores of a model on them.
+    """Items of data.tasks as batches, and the scores of a model on them.
 
     labels (items,): the index of each item's true ending. choices (items, most endings) bool: which endings exist.
     sizes (endings of all items,): what acc_norm divides a loss by, the ending's tokens or lm_eval's characters.
@@ -88,14 +88,13 @@ class MultipleChoice:
         """seq_len: the most tokens the model takes. tokens: the most tokens in a batch. widths: see make_batches."""
         pairs, characters = [], []
         for item in progress(items, "tokenizing"):
-            texts = item.get("pairs") or [(item["ctx"], " " + ending) for ending in item["endings"]]
-            encoded = {text: encode(text).tolist() for pair in texts for text in pair}  # each context once
-            pairs += [(encoded[context], encoded[ending]) for context, ending in texts]
-            characters += item.get("characters") or [0] * len(texts)
+            encoded = {text: encode(text).tolist() for pair in item.pairs for text in pair}  # each context once
+            pairs += [(encoded[context], encoded[ending]) for context, ending in item.pairs]
+            characters += item.characters
         self.batches, lengths = make_batches(pairs, seq_len, tokens, widths)
         self.sizes = torch.where(torch.tensor(characters) > 0, torch.tensor(characters), lengths)
-        self.labels = torch.tensor([item["label"] for item in items])
-        counts = torch.tensor([len(item.get("pairs") or item["endings"]) for item in items])
+        self.labels = torch.tensor([item.label for item in items])
+        counts = torch.tensor([len(item.pairs) for item in items])
         self.choices = torch.arange(counts.max()) < counts[:, None]
         self.title = title
 
@@ -189,10 +188,9 @@ class Flags:
 
     model: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="MODEL")]
     """A run's folder (its newest checkpoint), a checkpoint, a Hugging Face folder, a name on the hub (gpt2), a .pt."""
-    data: str | None = None
-    """A local .jsonl file instead of HellaSwag; a line has ctx, endings and label, the true ending's index from 0."""
     tasks: str | None = flag(None, is_path=False)
-    """Instead of HellaSwag: names of arc_easy, piqa, lambada and winogrande, as in arc_easy,piqa=FILE.jsonl."""
+    """Names of hellaswag (the default), arc_easy, piqa, lambada and winogrande, as in arc_easy,piqa=FILE.jsonl. A line
+    of a file of hellaswag has ctx, endings and label, the true ending's index from 0."""
     limit: int | None = flag(None, at_least=1)
     """Evaluate only this many items, evenly spread."""
     device: Literal["auto", "cuda", "cpu", "mps"] = "auto"
@@ -210,15 +208,12 @@ def print_scores(name, items, scores):
     if "hellaswag" in name.lower():
         print(f"  {REFERENCE}")
     elif "perplexity" not in scores:
-        chance = sum(1 / len(item.get("pairs") or item["endings"]) for item in items) / n
-        print(f"  chance: {chance:.4f}")
+        print(f"  chance: {sum(1 / len(item.pairs) for item in items) / n:.4f}")
 
 
 def main():
     flags = parse(Flags)
-    if flags.data and flags.tasks:
-        raise UserError("--data is a file of HellaSwag: with --tasks write --tasks hellaswag=FILE")
-    files = split_tasks(flags.tasks) or {"hellaswag": flags.data}
+    files = split_tasks(flags.tasks) or {"hellaswag": None}
     distributed = process_group.start(flags.device)
     with out_of_memory("use a smaller model"):
         name = distributed.broadcast(distributed.on_main(lambda: locate(flags.model)))  # a run may write a newer one
@@ -237,7 +232,7 @@ def main():
         scores = tasks.evaluate(losses_of, distributed)
     if distributed.is_main:
         for name, metrics in scores.items():
-            print_scores(Path(files[name] or ("HellaSwag" if name == "hellaswag" else name)).stem, items[name], metrics)
+            print_scores(Path(files[name] or name).stem, items[name], metrics)
     process_group.stop()
 
 

@@ -17,21 +17,25 @@ class Task(NamedTuple):
     repository: str  # on the hub
     file: str  # in it, .parquet or .jsonl
     needs: str  # what an item needs, for an error message
-    read: Callable  # read(row) returns the item in a row of the file, or raises ValueError
+    read: Callable  # read(row) returns the Item in a row of the file, or raises ValueError
     metrics: tuple = ("acc", "acc_norm")  # ("acc", "perplexity"): an item has one ending
-    local: str = "--tasks {name}=FILE reads a local file"
+
+
+class Item(NamedTuple):
+    pairs: list  # of texts, (context, ending) for each choice
+    label: int  # the index of the true one
+    characters: list  # in each ending, which acc_norm divides its loss by; 0: it divides by the ending's tokens
 
 
 def load_items(path=None, limit=None, name="hellaswag"):
-    """The items of a task of TASKS: HellaSwag's are dict(ctx=str, endings=[str, ...], label=int, the index of the true
-    ending), the others' dict(pairs=[(context, ending), ...], label=int, characters=[int of each ending, ...]).
+    """The Items of a task of TASKS.
 
     path: a .jsonl or .parquet file whose rows have the columns of the hub's; by default the hub's file itself.
     limit: at most this many, evenly spread: HellaSwag begins with its shortest third, captions of videos.
     Raises UserError if the items cannot be read or are something else.
     """
     task = TASKS[name]
-    source = f"{'HellaSwag' if name == 'hellaswag' else name} from the hub" if path is None else path
+    source = f"{name} from the hub" if path is None else path
     try:
         if path is None:
             from common.hub import download
@@ -46,7 +50,10 @@ def load_items(path=None, limit=None, name="hellaswag"):
         else:
             rows = file.read_bytes().splitlines()
     except (OSError, ValueError) as error:
-        raise UserError(f"cannot read {source} ({first_line(error)}); {task.local.format(name=name)}") from error
+        raise UserError(
+            f"cannot read {source} ({first_line(error)}); --tasks {name}=FILE reads a local file, --hellaswag_every 0 "
+            "trains without tasks"
+        ) from error
     items = []
     for number, row in enumerate(rows, 1):
         if not table and not row.strip():
@@ -64,13 +71,14 @@ def load_items(path=None, limit=None, name="hellaswag"):
 
 
 def read_hellaswag(row):
-    """The item in a row of HellaSwag, whose label may be text. Raises ValueError if the row is something else."""
+    """The Item in a row of HellaSwag, whose label may be text. Raises ValueError if the row is something else."""
     check_fields(row, ctx=str, endings=list, label=int | str)
     ctx, endings = row["ctx"], row["endings"]
     check_texts(ctx, *endings)
     if len(endings) < 2:
         raise ValueError(f"there are {len(endings)} endings")
-    return dict(ctx=ctx, endings=endings, label=index_of(row["label"], range(len(endings))))
+    label = index_of(row["label"], range(len(endings)))
+    return Item([(ctx, " " + ending) for ending in endings], label, [0] * len(endings))
 
 
 def read_arc(row):
@@ -108,11 +116,11 @@ def read_lambada(row):
 
 
 def lm_eval_item(contexts, endings, label):
-    """The item of lm_eval's requests. White space at the end of a context belongs to the ending, as GPT-2's tokens do.
+    """The Item of lm_eval's requests. White space at the end of a context belongs to the ending, as GPT-2's tokens do.
     Raises ValueError for a blank text, which nothing predicts or which has nothing to score."""
     check_texts(*contexts, *endings)
     pairs = [(text.rstrip(), text[len(text.rstrip()) :] + " " + ending) for text, ending in zip(contexts, endings)]
-    return dict(pairs=pairs, label=label, characters=[len(ending) for ending in endings])
+    return Item(pairs, label, [len(ending) for ending in endings])
 
 
 def check_texts(*texts):
@@ -134,8 +142,6 @@ TASKS = {
         "data/validation-00000-of-00001.parquet",
         "ctx, endings (two or more, not blank) and label (the index of the true ending)",
         read_hellaswag,
-        local="hellaswag.py reads a local file with --data FILE.jsonl, train_gpt2.py with "
-        "--tasks hellaswag=FILE.jsonl; --hellaswag_every 0 trains without it",
     ),
     "arc_easy": Task(
         "allenai/ai2_arc",
@@ -164,12 +170,11 @@ TASKS = {
 def split_tasks(text):
     """{task: its local file, or None} of a flag such as arc_easy,piqa=FILE. Raises UserError for an unknown task."""
     tasks = {}
-    for part in (text or "").split(","):
+    for part in text.split(",") if text else ():
         name, _, file = part.strip().partition("=")
-        if name not in TASKS and part.strip():
+        if name not in TASKS:
             raise UserError(f"--tasks {text}: there is no task {name!r}; there are {', '.join(TASKS)}")
-        if name:
-            tasks[name] = str(Path(file).expanduser()) if file else None
+        tasks[name] = str(Path(file).expanduser()) if file else None
     return tasks
 
 

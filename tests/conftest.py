@@ -76,7 +76,7 @@ def skip_without_flash4():
 
 
 def make_items(count):
-    """HellaSwag items of random words, with two to four endings."""
+    """Rows of HellaSwag of random words, with two to four endings."""
     generator = torch.Generator().manual_seed(4)
 
     def text(longest):

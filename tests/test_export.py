@@ -8,14 +8,14 @@ import threading
 import pytest
 import torch
 import yaml
-from conftest import expect_error
-from test_hellaswag import ALONE, make_items
+from conftest import ALONE, expect_error, make_items
 from test_hellaswag import tiny as tiny_gpt2
 from transformers import AutoModelForCausalLM
 
 from checkpoints import hugging_face
 from checkpoints.run_folder import TRAINING
 from common.files import digest, json_digest, write_json
+from data.tasks import read_hellaswag
 from hellaswag import MultipleChoice
 
 TASK = """
@@ -58,11 +58,11 @@ def test_lm_eval_computes_the_same_accuracy(command, tmp_path):
     import lm_eval  # slow to import
     from lm_eval.tasks import TaskManager
 
-    model, items = tiny_gpt2(), [item | dict(endings=(item["endings"] * 2)[:4]) for item in make_items(12)]
+    model, rows = tiny_gpt2(), [row | dict(endings=(row["endings"] * 2)[:4]) for row in make_items(12)]
     (tmp_path / "c").mkdir()
     hugging_face.write(model, tmp_path / "c")
     assert command("export.py", "c", "out").returncode == 0
-    (tmp_path / "items.jsonl").write_text("".join(json.dumps(item) + "\n" for item in items))
+    (tmp_path / "items.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "task.yaml").write_text(TASK.replace("ITEMS", str(tmp_path / "items.jsonl")))
     results = lm_eval.simple_evaluate(
         model="hf",
@@ -72,7 +72,8 @@ def test_lm_eval_computes_the_same_accuracy(command, tmp_path):
         device="cpu",
         bootstrap_iters=0,
     )
-    acc, _ = MultipleChoice(items, 64, 1000).evaluate(lambda batch, at: model(*batch, reduction="none", at=at), ALONE)
+    items = MultipleChoice([*map(read_hellaswag, rows)], 64, 1000)
+    acc, _ = items.evaluate(lambda batch, at: model(*batch, reduction="none", at=at), ALONE)
     assert results["results"]["multiple_choice"]["acc,none"] == pytest.approx(acc) and 0 < acc < 1
 
 

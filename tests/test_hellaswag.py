@@ -4,12 +4,14 @@ import re
 
 import pytest
 import torch
-from conftest import ALONE, WORDS, expect_error, make_items
+from conftest import ALONE, WORDS, expect_error
+from conftest import make_items as make_rows
 
 from checkpoints import hugging_face
 from common.errors import UserError
+from data.tasks import Item, load_items, read_hellaswag
 from data.tokenizer import VOCAB_SIZE, get_tokenizer
-from hellaswag import MultipleChoice, load_items
+from hellaswag import MultipleChoice
 from model import GPT, GPTConfig
 from parallel.process_group import Distributed
 
@@ -22,12 +24,16 @@ def tiny():
     return model
 
 
+def make_items(count):
+    return [*map(read_hellaswag, make_rows(count))]
+
+
 def score_token_by_token(model, item):
     """The reference: whether (acc, acc_norm) count one item, from the probability of one token at a time."""
     tokenizer = get_tokenizer()
     sums, means = [], []
-    for ending in item["endings"]:
-        tokens, new = tokenizer.encode_ordinary(item["ctx"]), tokenizer.encode_ordinary(" " + ending)
+    for context, ending in item.pairs:
+        tokens, new = tokenizer.encode_ordinary(context), tokenizer.encode_ordinary(ending)
         loss = 0.0
         for token in new:
             probabilities = model(torch.tensor([tokens]))[0, -1].double().softmax(-1)
@@ -35,7 +41,7 @@ def score_token_by_token(model, item):
             tokens = [*tokens, token]
         sums.append(loss)
         means.append(loss / len(new))
-    return sums.index(min(sums)) == item["label"], means.index(min(means)) == item["label"]
+    return sums.index(min(sums)) == item.label, means.index(min(means)) == item.label
 
 
 @pytest.mark.parametrize("tokens", [1, 100, 10_000])
@@ -81,27 +87,27 @@ def rows_of(task, seq_len):
 
 
 def test_targets_are_the_endings():
-    item = dict(ctx="The man", endings=[" ".join(WORDS[:n]) for n in (1, 2, 3, 4)], label=0)
+    row = dict(ctx="The man", endings=[" ".join(WORDS[:n]) for n in (1, 2, 3, 4)], label=0)
     encode = get_tokenizer().encode_ordinary
-    context = encode(item["ctx"])
-    for i, (x, y) in rows_of(MultipleChoice([item], 64, 100), 64).items():
-        ending = encode(" " + item["endings"][i])
-        assert y[y >= 0].tolist() == ending
+    context = encode("The man")
+    for i, (x, y) in rows_of(MultipleChoice([read_hellaswag(row)], 64, 100), 64).items():
+        assert y[y >= 0].tolist() == encode(" " + row["endings"][i])
         assert x[: len(context)].tolist() == context and (y >= 0).nonzero()[0] == len(context) - 1
 
 
 def test_long_rows_lose_the_start_of_their_context():
-    item = dict(ctx=" ".join(WORDS * 5), endings=["sits", "runs past", "reads", " ".join(WORDS * 3)], label=1)
+    row = dict(ctx=" ".join(WORDS * 5), endings=["sits", "runs past", "reads", " ".join(WORDS * 3)], label=1)
     encode = get_tokenizer().encode_ordinary
-    for i, (x, y) in rows_of(MultipleChoice([item], 32, 100), 32).items():
-        tokens = (encode(item["ctx"]) + encode(" " + item["endings"][i]))[-33:]
+    for i, (x, y) in rows_of(MultipleChoice([read_hellaswag(row)], 32, 100), 32).items():
+        ending = encode(" " + row["endings"][i])
+        tokens = (encode(row["ctx"]) + ending)[-33:]
         assert x.tolist() == tokens[:-1]
-        assert y[y >= 0].tolist() == (tokens[1:] if i == 3 else encode(" " + item["endings"][i]))
+        assert y[y >= 0].tolist() == (tokens[1:] if i == 3 else ending)
 
 
 def test_a_limit_spreads_over_all_items(tmp_path):
     path, items = tmp_path / "items.jsonl", make_items(10)
-    path.write_text("".join(json.dumps(item) + "\n" for item in items))
+    path.write_text("".join(json.dumps(row) + "\n" for row in make_rows(10)))
     assert load_items(path, 4) == [items[i] for i in (0, 2, 5, 7)]
     assert load_items(path, 10) == load_items(path, 11) == load_items(path) == items
 
@@ -109,43 +115,44 @@ def test_a_limit_spreads_over_all_items(tmp_path):
 def test_the_command_and_its_errors(call_main, tmp_path):
     hugging_face.write(tiny(), tmp_path)
     good = tmp_path / "items.jsonl"
-    good.write_text("".join(json.dumps(item) + "\n" for item in make_items(6)))
-    done = call_main("hellaswag.py", tmp_path, "--data", good, "--device", "cpu")
+    good.write_text("".join(json.dumps(row) + "\n" for row in make_rows(6)))
+    data = f"--tasks=hellaswag={good}"
+    done = call_main("hellaswag.py", tmp_path, data, "--device", "cpu")
     assert done.returncode == 0 and "chance: 0." in done.stdout, done.stderr
     for value, error in re.findall(r" (0\.\d{4}) ± (0\.\d{4})", done.stdout):
         p = round(float(value) * 6) / 6
         assert float(error) == pytest.approx((p * (1 - p) / 6) ** 0.5, abs=1e-4)
     good.rename(tmp_path / "hellaswag_val.jsonl")
-    done = call_main("hellaswag.py", tmp_path, "--data", "hellaswag_val.jsonl", "--device", "cpu", "--limit", 5)
+    done = call_main(
+        "hellaswag.py", tmp_path, "--tasks", "hellaswag=hellaswag_val.jsonl", "--device", "cpu", "--limit", 5
+    )
     assert done.returncode == 0 and "hellaswag_val, 5 items: acc 0." in done.stdout, done.stderr
     assert "GPT-3 125M" in done.stdout  # the reference, for HellaSwag alone
-    expect_error(call_main("hellaswag.py", tmp_path, "--data", "nothing.jsonl", "--device", "cpu"), "nothing.jsonl")
-    expect_error(call_main("hellaswag.py", tmp_path, "--data", good, "--limit", 0), "--limit 0: it must be at least 1")
-    expect_error(
-        call_main("hellaswag.py", "nothing/here/x", "--data", good, "--device", "cpu"), "nothing/here/x", "gpt2"
-    )
+    expect_error(call_main("hellaswag.py", tmp_path, "--tasks=hellaswag=no.jsonl", "--device", "cpu"), "no.jsonl")
+    expect_error(call_main("hellaswag.py", tmp_path, data, "--limit", 0), "--limit 0: it must be at least 1")
+    expect_error(call_main("hellaswag.py", "nothing/here/x", data, "--device", "cpu"), "nothing/here/x", "gpt2")
 
 
-ITEM = dict(ctx="a", endings=["b", "c"], label=1)
+ROW = dict(ctx="a", endings=["b", "c"], label=1)
 WRONG = [7, None, [1], "x", {}, dict(text="one")]
-WRONG += [ITEM | dict(label=label) for label in (2, -1, 10**30, 1.0, True, "", "x", "-1", None, [1], {})]
-WRONG += [ITEM | dict(endings=endings) for endings in ("bc", dict(b=0, c=1), 7, None, [], ["b"], ["b", 1], ["b", None])]
+WRONG += [ROW | dict(label=label) for label in (2, -1, 10**30, 1.0, True, "", "x", "-1", None, [1], {})]
+WRONG += [ROW | dict(endings=endings) for endings in ("bc", dict(b=0, c=1), 7, None, [], ["b"], ["b", 1], ["b", None])]
 # blank: without a context, nothing predicts an ending's first token, and the mean of no losses is not a number
-WRONG += [ITEM | dict(endings=["b", blank]) for blank in ("", " ", "\n")]
-WRONG += [ITEM | dict(ctx=ctx) for ctx in (7, None, ["a"], "", "  ", "\n")]
+WRONG += [ROW | dict(endings=["b", blank]) for blank in ("", " ", "\n")]
+WRONG += [ROW | dict(ctx=ctx) for ctx in (7, None, ["a"], "", "  ", "\n")]
 LINES = [*map(json.dumps, WRONG), "not json", '{"ctx": "a"', "\udcff"]
 
 
 def test_other_items_are_rejected_by_line(tmp_path):
     path = tmp_path / "items.jsonl"
-    valid = json.dumps(ITEM)
+    valid = json.dumps(ROW)
     for line in LINES:
         path.write_text(f"{valid}\n\n{line}\n{valid}\n", errors="surrogateescape")
         with pytest.raises(UserError, match="items.jsonl, line 3: ") as error:
             load_items(path)
         assert "\n" not in str(error.value) and len(str(error.value)) < 500
-    path.write_text(f"{valid}\n\n{json.dumps(ITEM | dict(label='1'))}")  # the hub's labels are text
-    assert load_items(path) == [ITEM, ITEM]
+    path.write_text(f"{valid}\n\n{json.dumps(ROW | dict(label='1'))}")  # the hub's labels are text
+    assert load_items(path) == [read_hellaswag(ROW)] * 2 == [Item([("a", " b"), ("a", " c")], 1, [0, 0])] * 2
 
 
 def test_other_files_are_rejected(tmp_path):

@@ -7,8 +7,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from conftest import ALONE, WORDS, expect_error, make_items
-from test_hellaswag import tiny
+from conftest import ALONE, WORDS, expect_error
+from test_hellaswag import make_items, tiny
 
 from checkpoints import hugging_face
 from common.errors import UserError
@@ -132,7 +132,6 @@ def test_the_command_and_its_errors(task_files, call_main, tmp_path):
     assert done.returncode == 0 and "piqa, 5 items: acc 0." in done.stdout and "chance: 0.5000" in done.stdout
     assert "lambada, 5 items: acc 0." in done.stdout and " | perplexity " in done.stdout
     expect_error(call_main("hellaswag.py", tmp_path, "--tasks", "piqa,arc"), "no task 'arc'", "arc_easy, piqa")
-    expect_error(call_main("hellaswag.py", tmp_path, "--tasks", "piqa", "--data", "x"), "--tasks hellaswag=FILE")
 
 
 def test_the_flag():

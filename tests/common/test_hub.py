@@ -18,6 +18,7 @@ from conftest import make_items
 from checkpoints import hugging_face
 from common.hub import check_hub
 from data.shards import open_shards
+from data.tasks import read_hellaswag
 from data.tokenizer import VOCAB_SIZE, tokenize
 from model import GPT, GPTConfig
 
@@ -50,7 +51,7 @@ def test_a_hub_that_never_answers(command, tmp_path):
     assert done.returncode == 0, done.stderr
     said, *errors = done.stdout.splitlines()
     assert "does not answer (timed out)" in said and len(errors) == 3
-    for error, name in zip(errors, ("gpt2", "HellaSwag", "fineweb-edu")):
+    for error, name in zip(errors, ("gpt2", "hellaswag", "fineweb-edu")):
         assert error.startswith("cannot ") and name in error
 
 
@@ -206,12 +207,12 @@ def test_a_hub_with_faults(command, tmp_path):
 
     del hub.commits["b" * 40]
     error = use("hellaswag.load_items()", *[("HEAD .*validation", 500)] * always)
-    assert "error: cannot read HellaSwag from the hub (Server error '500 Internal" in error
+    assert "error: cannot read hellaswag from the hub (Server error '500 Internal" in error
     error = use("load_model('gpt2')", *[("HEAD .*safetensors", 429)] * always)
     assert "error: cannot load gpt2 (" in error and "429" in error
     code = "print(load_model('gpt2').num_params(), hellaswag.load_items())"
     passing = [(f"GET .*{file}", fault) for file in ("safetensors", "validation") for fault in ("truncate", "drop")]
-    expected = f"{403_008} {[item | dict(label=1) for item in items]}\n"
+    expected = f"{403_008} {[read_hellaswag(item | dict(label=1)) for item in items]}\n"
     assert use(code, *passing, ("HEAD .*safetensors", 429), ("HEAD .*validation", 429)) == expected
     assert not hub.faults and not any("train-" in request or "test-" in request for request in hub.log)
     assert use(code, *[("resolve", 500)] * always) == expected  # downloaded once
