@@ -226,10 +226,7 @@ def test_bad_runs_end_in_one_line(train, tmp_path):
         expect_error(train("x", f"--{name}", fails=True), f"--{name.replace('-', '_')} does nothing here")
     expect_error(train("x", "--hellaswag_every", 1, "--tasks", "hellaswag=no.jsonl", fails=True), "no.jsonl")
     expect_error(
-        train("x", "--hellaswag_every", 1, fails=True),
-        "HellaSwag",
-        "--tasks hellaswag=FILE.jsonl",
-        "--hellaswag_every 0",
+        train("x", "--hellaswag_every", 1, fails=True), "hellaswag", "--tasks hellaswag=FILE", "--hellaswag_every 0"
     )
     expect_error(train("x", "--init_from", "no/such/folder", drop="--n_layer --n_head --n_embd", fails=True), "no/such")
 

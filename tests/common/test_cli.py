@@ -64,7 +64,7 @@ def test_the_home_folder_in_other_commands(monkeypatch):
     monkeypatch.setenv("HOME", "/home/me")
     for flags_type, spelled, flags in (
         (sample.Flags, ["~/m", "--prompt=~/x y"], dict(model="/home/me/m", prompt="~/x y")),
-        (hellaswag.Flags, ["log/A", "--data=~/my items"], dict(model="log/A", data="/home/me/my items")),
+        (hellaswag.Flags, ["~/A", "--tasks=piqa=~/x"], dict(model="/home/me/A", tasks="piqa=~/x")),
         (export.Flags, ["log/A", "~/my gpt2"], dict(model="log/A", out="/home/me/my gpt2")),
         (fineweb.Flags, ["--input=~/my *.txt", "--out=~"], dict(input="/home/me/my *.txt", out="/home/me")),
     ):
