@@ -97,8 +97,8 @@ PEER_IS_GONE = ("Connection closed by peer", "Connection reset by peer", "Broken
 
 
 def run(main):
-    """Call main(). A UserError, a full disk or another rank's end prints one line on standard error and ends with exit
-    code 1, Ctrl-C with 130."""
+    """Call main(). A UserError, a full disk, a useless compile cache or another rank's end prints one line on standard
+    error and ends with exit code 1, Ctrl-C with 130."""
     while (spare := os.open(os.devnull, os.O_RDWR)) < 3:
         pass  # the caller closed a standard stream, as >&- does: no other file may get its number
     os.close(spare)
@@ -117,7 +117,11 @@ def run(main):
     try:
         main()
     except (UserError, OSError, RuntimeError) as error:
-        if isinstance(error, RuntimeError):
+        cause = getattr(error, "inner_exception", error)  # of an error in torch.compile
+        cache = os.environ.get("TORCHINDUCTOR_CACHE_DIR")  # torch.compile sets its default
+        if isinstance(cause, OSError) and cache and cache in str(cause):  # unwritable, or mounted with noexec
+            error = f"torch.compile cannot use its cache ({first_line(cause)}); TORCHINDUCTOR_CACHE_DIR=FOLDER moves it"
+        elif isinstance(error, RuntimeError):
             sign = next((sign for sign in PEER_IS_GONE if sign in str(error)), None)
             if sign is None or not several_ranks:
                 raise

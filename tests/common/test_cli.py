@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 import bench
 import export
@@ -243,6 +244,18 @@ def test_a_full_disk_is_one_line(monkeypatch, capfd):
         errors.run(write)
     assert ended.value.code == 1
     assert capfd.readouterr().err == "error: cannot write a file: No space left on device\n"
+
+
+def test_a_compile_cache_that_cannot_be_written_is_one_line(monkeypatch, capfd, tmp_path):
+    monkeypatch.setattr("sys.stdout", sys.stdout)  # run() replaces both
+    monkeypatch.setattr("sys.stderr", sys.stderr)
+    (tmp_path / "cache").touch()
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
+    with pytest.raises(SystemExit) as ended:
+        errors.run(lambda: torch.compile(torch.sin)(torch.ones(8)))
+    assert ended.value.code == 1
+    (line,) = capfd.readouterr().err.splitlines()
+    assert line.startswith("error: torch.compile cannot use its cache ([Errno 17] File exists: ")
 
 
 def test_notes_say_on_off_or_the_value():
