@@ -27,7 +27,7 @@ from checkpoints.run_folder import TRAINING, run_of
 from common.cli import parse
 from common.errors import UserError, first_line, out_of_memory, run
 from common.hub import answered, check_hub
-from data.tasks import split_tasks
+from data.tasks import TASKS, split_tasks
 from data.tokenizer import save_tokenizer
 from watch.curves import METRICS, read_rows
 
@@ -116,12 +116,14 @@ def model_card(name, model, flags):
         lines = [f"- Data: {data}; {training['tokens']:,} tokens in {training['step']:,} steps"]
         lines += [f"- Hardware: {facts['world_size']} × {facts['hardware']}; {versions}"]
         lines += [f"- Initial weights: {Path(facts['init_from']).name}", f"- Command: `{facts['command']}`"]
-        choice = Path(split_tasks(facts.get("tasks")).get("hellaswag") or "hellaswag").name
+        files = split_tasks(facts.get("tasks"))
+        tasks = dict(val_loss=None) | {f"{task}_{metric}": task for task in TASKS for metric in TASKS[task].metrics}
         rows = read_rows(run_of(name)) if (run_of(name) / METRICS).is_file() else []
         for row in (row for row in rows if row["step"] == training["step"]):  # evaluations of these weights
-            for key, dataset in dict(val_loss=data, hellaswag_acc=choice, hellaswag_acc_norm=choice).items():
+            for key, task in tasks.items():
                 if isinstance(value := row.get(key), float):
-                    of = f"{row['hellaswag_items']:,} items" if "hellaswag" in key else "nats per token"
+                    dataset = Path(files.get(task) or task).name if task else data
+                    of = f"{row[f'{task}_items']:,} items" if task else "nats per token"
                     lines.append(f"- {dataset}, {key}: {value:.4f} ({of})")
                     where = dict(task_type="text-generation", dataset_type=dataset, dataset_name=dataset)
                     results.append(EvalResult(metric_type=key, metric_value=round(value, 4), metric_name=of, **where))

@@ -147,13 +147,22 @@ run(export.main)
 def checkpoint(tmp_path):
     """A checkpoint of a run that has facts and evaluations."""
     facts = dict(dataset="HuggingFaceFW/fineweb-edu", data_dir="/data/edu", world_size=8, hardware="NVIDIA H100")
-    facts |= dict(torch="2.15.0", cuda=None, init_from="scratch", command="train_gpt2.py --lr 1e-3", finished=True)
+    facts |= dict(
+        tasks="lambada=/data/words.jsonl",
+        torch="2.15.0",
+        cuda=None,
+        init_from="scratch",
+        command="train_gpt2.py --lr 1e-3",
+        finished=True,
+    )
     training = dict(step=3, tokens=3000, run=facts)
     folder = tmp_path / "log" / "run" / "checkpoint_000003"
     folder.mkdir(parents=True)
     (folder.parent / "config.json").write_text(json.dumps(facts))
     rows = [dict(step=2, tokens=2000, val_loss=9.0), dict(step=3, tokens=3000, val_loss=3.25)]
-    rows += [dict(step=3, tokens=3000, hellaswag_acc=0.25, hellaswag_acc_norm=0.3, hellaswag_items=10042)]
+    scores = dict(hellaswag_acc=0.25, hellaswag_acc_norm=0.3, hellaswag_items=10042)
+    scores |= dict(lambada_acc=0.5, lambada_perplexity=9.5, lambada_items=7)
+    rows += [dict(step=3, tokens=3000, **scores)]
     (folder.parent / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     hugging_face.write(tiny_gpt2(), folder)
     hashes = {name: digest(folder / name) for name in ("config.json", "model.safetensors")}
@@ -194,6 +203,7 @@ def test_push(command, call_main, script, checkpoint, tmp_path):
     card = yaml.safe_load(head)
     assert card["license"] == "mit" and card["datasets"] == "HuggingFaceFW/fineweb-edu"
     values = {m["type"]: m["value"] for result in card["model-index"][0]["results"] for m in result["metrics"]}
-    assert values == dict(val_loss=3.25, hellaswag_acc=0.25, hellaswag_acc_norm=0.3)
+    scores = dict(hellaswag_acc=0.25, hellaswag_acc_norm=0.3, lambada_acc=0.5, lambada_perplexity=9.5)
+    assert values == scores | dict(val_loss=3.25) and "- words.jsonl, lambada_acc: 0.5000 (7 items)" in text
     assert "fineweb-edu; 3,000 tokens in 3 steps" in text and "8 × NVIDIA H100; torch 2.15.0" in text
     assert "`train_gpt2.py --lr 1e-3`" in text and "/data" not in text
