@@ -80,6 +80,7 @@ def peak_memory(device):
 PACKAGES = ("nvidia-cublas", "triton", "nvmath-python", "flash-attn-4", "nvidia-cutlass-dsl", "quack-kernels")
 GPU_FACTS = ("driver_version", "power.limit", "power.draw", "temperature.gpu", "clocks.sm", "clocks.mem")
 GPU_FACTS += ("clocks.max.sm", "clocks.max.mem")
+QUERY = (f"--query-gpu={','.join(GPU_FACTS)}", "--format=csv,noheader,nounits")  # of nvidia-smi
 
 
 def environment(device):
@@ -114,25 +115,29 @@ def installed_version(package):
         return None
 
 
-def ask_nvidia_smi(device):
-    """Start nvidia-smi, which takes a part of a second to answer gpu_facts(). None: no NVIDIA GPU, or no nvidia-smi."""
+def ask_nvidia_smi(device, query=QUERY):
+    """Start nvidia-smi, which takes a part of a second to answer(). None: no NVIDIA GPU, or no nvidia-smi."""
     if device.type != "cuda":
         return None
-    gpu = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
-    command = ["nvidia-smi", f"--id={gpu}", f"--query-gpu={','.join(GPU_FACTS)}", "--format=csv,noheader,nounits"]
+    command = ["nvidia-smi", f"--id=GPU-{torch.cuda.get_device_properties(device).uuid}", *query]
     try:
         return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     except FileNotFoundError:
         return None
 
 
-def gpu_facts(nvidia_smi):
-    """{name: text} of GPU_FACTS as ask_nvidia_smi() found them, in W, °C and MHz; None without an answer."""
+def answer(nvidia_smi):
+    """What a process of ask_nvidia_smi() prints; "" without an answer."""
     if nvidia_smi is None:
-        return None
+        return ""
     try:
-        values = nvidia_smi.communicate(timeout=10)[0].strip().split(", ")
+        return nvidia_smi.communicate(timeout=10)[0]
     except subprocess.TimeoutExpired:
         nvidia_smi.kill()
-        return None
+        return ""
+
+
+def gpu_facts(nvidia_smi):
+    """{name: text} of GPU_FACTS as ask_nvidia_smi() found them, in W, °C and MHz; None without an answer."""
+    values = answer(nvidia_smi).strip().split(", ")
     return dict(zip(GPU_FACTS, values)) if len(values) == len(GPU_FACTS) else None
