@@ -1,4 +1,5 @@
-"""Draw loss, HellaSwag accuracy, throughput and gradient norm of one or more runs over tokens.
+"""Draw loss, HellaSwag accuracy, throughput and gradient norm of one or more runs over tokens, and of one run with
+several ranks how far each rank is behind the others.
 
     python -m watch.curves log/RUN [log/OTHER ...]
 
@@ -36,6 +37,7 @@ TITLES = dict(
     hellaswag="HellaSwag, acc_norm with its 95% interval",
     speed="tokens/sec",
     norm="gradient norm, before clipping",
+    ranks="each rank's own time in a step, before it waits: % above the others' median",
 )
 
 
@@ -102,6 +104,24 @@ def mark(ax, value, text):
     ax.text(1.01, value, text, transform=ax.get_yaxis_transform(), va="center", fontsize=8, color=MUTED)
 
 
+def draw_ranks(figure, ax, rows):
+    """A heat map of ranks × tokens, of rows with own_ms. After a resume with fewer ranks the others are empty."""
+    import numpy as np
+    from matplotlib.ticker import MaxNLocator
+
+    from watch.ranks import BEHIND, behind  # imports PyTorch: other curves are drawn in less time
+
+    percent = np.full((max(len(row["own_ms"]) for row in rows), len(rows)), np.nan)
+    for column, row in enumerate(rows):
+        percent[: len(row["own_ms"]), column] = 100 * np.array(behind(row["own_ms"]))
+    extent = (rows[0]["tokens"], rows[-1]["tokens"], len(percent) - 0.5, -0.5)
+    limit = max(100 * BEHIND, np.nanpercentile(percent, 99))  # one slow step does not take the colors of all others
+    image = ax.imshow(percent, cmap="Blues", vmin=0, vmax=limit, aspect="auto", extent=extent, interpolation="nearest")
+    ax.set_ylabel("rank", color=INK)
+    ax.yaxis.set_major_locator(MaxNLocator(integer=True))
+    figure.colorbar(image, ax=ax, extend="max", format="{x:g}%", pad=0.01).outline.set_visible(False)
+
+
 def draw(folders):
     """Write the curves of the runs: the figure's path. Raises UserError for a run that cannot be read, OSError."""
     from matplotlib.ticker import AutoLocator, EngFormatter, LogLocator
@@ -110,7 +130,9 @@ def draw(folders):
     names = [folder.resolve().name for folder in folders]
     data = sorted({str(fact.get("dataset") or fact.get("data_dir")) for fact in facts})
     has_hellaswag = any("hellaswag_acc_norm" in series for series in runs)
-    figure, axes = new_figure(12, 7.5, mosaic=WITH_HELLASWAG if has_hellaswag else WITHOUT)
+    ranks = [row for row in read_rows(folders[0]) if "own_ms" in row] if len(runs) == 1 else []
+    mosaic = (WITH_HELLASWAG if has_hellaswag else WITHOUT) + [["ranks", "ranks"]] * (len(ranks) > 1)
+    figure, axes = new_figure(12, 2.5 + 2.5 * len(mosaic), mosaic=mosaic)
 
     def line(panel, series, metric, color, first=0, **style):
         xs, ys = series.get(metric, ((), ()))
@@ -137,6 +159,9 @@ def draw(folders):
         ax.set_xlabel("tokens", color=INK)
         ax.xaxis.set_major_formatter(EngFormatter(sep=""))  # 2M, 5G
         ax.grid(axis="y", color=RULE, linewidth=0.6)
+    if "ranks" in axes:
+        draw_ranks(figure, axes["ranks"], ranks)
+        axes["ranks"].grid(False)
     axes["speed"].yaxis.set_major_formatter(EngFormatter(sep=""))
     axes["speed"].set_ylim(bottom=0)
     axes["norm"].set_yscale("log")

@@ -75,12 +75,16 @@ class RankMonitor:
         return seconds
 
 
+def behind(times):
+    """By how much each rank's own time exceeds the median of the others', as a fraction of it; two ranks or more."""
+    return [own / statistics.median(times[:i] + times[i + 1 :]) - 1 for i, own in enumerate(times)]
+
+
 def slowest(times):
     """(values for the log, a column for the step line or None) of all ranks' own times in a step, in ms."""
     if len(times) < 2 or not all(map(math.isfinite, times)):
         return {}, None
-    # by how much each exceeds the median of the others, as a fraction of it
-    late = [own / statistics.median(times[:i] + times[i + 1 :]) - 1 for i, own in enumerate(times)]
+    late = behind(times)
     rank = late.index(max(late))
     values = dict(own_ms=times, slowest_rank=rank, slowest_behind=late[rank])
     return values, f"rank {rank} is {late[rank]:.1%} behind" if late[rank] > BEHIND else None

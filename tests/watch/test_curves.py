@@ -66,6 +66,23 @@ def test_without_hellaswag_there_are_three_panels(tmp_path, drawn):
     assert len(figure.axes) == 3
 
 
+def test_several_ranks_have_a_heat_map(tmp_path, drawn):
+    """How far each is behind the median of the others, step by step; of a resume with fewer ranks what there is."""
+    run = write_run(tmp_path / "run", 5)
+    times = [[100, 100, 110], [100, 100, 100], [100, 104]]
+    rows = [dict(step=step, tokens=1000 * step, own_ms=own) for step, own in enumerate(times, 5)]
+    with open(run / "metrics.jsonl", "a") as file:
+        file.write("\n" + "".join(json.dumps(row) + "\n" for row in rows))
+    curves.draw([run])
+    (image,) = drawn[0][1]["ranks"].images
+    late = [100 * (100 / 105 - 1), 0, 100 * (100 / 104 - 1)]
+    expected = [late, [late[0], 0, 4], [10, 0, float("nan")]]
+    assert image.get_array().filled(float("nan")).tolist() == [pytest.approx(row, nan_ok=True) for row in expected]
+    assert image.get_extent() == [5000, 7000, 2.5, -0.5]
+    curves.draw([run, write_run(tmp_path / "other", 5)])
+    assert "ranks" not in drawn[1][1]
+
+
 def test_gpt2s_loss_is_drawn_for_its_data_alone(tmp_path, drawn):
     """The dataset decides, not the names of folders."""
     edu = dict(dataset="HuggingFaceFW/fineweb-edu", data_dir="my_data")
