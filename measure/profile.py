@@ -1,4 +1,4 @@
-"""--profile: PyTorch's profiler over a few steps, and their time summed by category of kernel.
+"""--profile: PyTorch's profiler over a few steps, their time summed by category of kernel, a timeline of all ranks.
 --memory_snapshot: a few steps' allocations, for PyTorch's memory viewer."""
 
 import contextlib
@@ -37,15 +37,18 @@ def category_of(name):
 
 
 @contextlib.contextmanager
-def trace(config, log):
+def trace(config, distributed, folder):
     """A context for the training loop, with an object whose step() is to be called after every step: a running
     torch.profiler.profile, or a MemorySnapshot.
 
-    The profiler traces config.profile steps after SETTLING_STEPS, with the time between them. After the last of them it
-    prints the table and writes trace.json.gz and profile.json to the folder of `log`, rank 0's RunLog.
+    The profiler traces config.profile steps after SETTLING_STEPS, with the time between them, on every rank. After the
+    last of them trace.json.gz, of all ranks, and profile.json, of rank 0, are written to the run's folder, and rank 0's
+    table is printed.
     """
     tracer = (
-        MemorySnapshot(config.memory_snapshot, log.folder) if config.memory_snapshot else start(config.profile, log)
+        MemorySnapshot(config.memory_snapshot, folder)
+        if config.memory_snapshot
+        else start(config.profile, distributed, folder)
     )
     try:
         yield tracer
@@ -53,17 +56,17 @@ def trace(config, log):
         tracer.stop()  # a profiler that still runs would crash Python's exit
 
 
-def start(steps, log):
+def start(steps, distributed, folder):
     """A running profiler of `steps` steps."""
     # Kineto logs its start and stop at level 5, errors at 4; gpu_seconds() raises an error if the trace has no kernel
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")
     activities = [torch.profiler.ProfilerActivity.CPU]
-    if log.device.type == "cuda":
+    if distributed.device.type == "cuda":
         activities.append(torch.profiler.ProfilerActivity.CUDA)
     profile = torch.profiler.profile(
         activities=activities,
         schedule=torch.profiler.schedule(wait=SETTLING_STEPS - 1, warmup=1, active=steps, repeat=1),
-        on_trace_ready=lambda profile: report(profile, steps, log),
+        on_trace_ready=lambda profile: report(profile, steps, distributed, folder),
         acc_events=True,
     )
     profile.start()
@@ -94,18 +97,29 @@ class MemorySnapshot:
             print(f"memory of {self.steps} steps: {self.path} (open it in https://docs.pytorch.org/memory_viz)")
 
 
-def report(profile, steps, log):
+def report(profile, steps, distributed, folder):
     """Write a profile's files and print its table: ms a step and share of the time of each category, the largest
-    first."""
+    first. A collective."""
     if profile.step_num < SETTLING_STEPS + steps:
-        print("the run has ended among the steps of --profile: there is no profile")
+        if distributed.is_main:
+            print("the run has ended among the steps of --profile: there is no profile")
         return
-    trace = log.folder / "trace.json.gz"
-    profile.export_chrome_trace(str(trace))
-    total, seconds = gpu_seconds(read_trace(trace)) if log.device.type == "cuda" else cpu_seconds(profile)
+    paths = [folder / f"trace_rank_{rank}.json.gz" for rank in range(distributed.world_size)]
+    profile.export_chrome_trace(str(paths[distributed.rank]))
+    distributed.all_reduce(0)  # all ranks have written theirs
+    if not distributed.is_main:
+        return
+    traces = [read_trace(path) for path in paths]
+    device = distributed.device.type
+    total, seconds = gpu_seconds(traces[0]["traceEvents"]) if device == "cuda" else cpu_seconds(profile)
+    trace = folder / "trace.json.gz"
+    with gzip.open(trace, "wt", compresslevel=5) as file:
+        json.dump(merge(traces), file)
+    for path in paths:
+        path.unlink()
     kinds = {name: dict(ms=1000 * s / steps, share=s / total) for name, s in seconds.most_common()}
-    write_json(log.folder / "profile.json", dict(steps=steps, kinds=kinds))
-    print(f"profile of {steps} steps of {1000 * total / steps:.2f} ms, tracing included: time on the {log.device.type}")
+    write_json(folder / "profile.json", dict(steps=steps, kinds=kinds))
+    print(f"profile of {steps} steps of {1000 * total / steps:.2f} ms, tracing included: time on the {device}")
     print(f"{'':16s} {'ms a step':>10s} {'share':>7s}")
     for name, row in kinds.items():
         print(f"{name:16s} {row['ms']:10.2f} {row['share']:7.1%}")
@@ -113,9 +127,36 @@ def report(profile, steps, log):
 
 
 def read_trace(path):
-    """The events of a Chrome trace."""
+    """A Chrome trace, of which traceEvents are the events."""
     with gzip.open(path, "rt") as file:
-        return json.load(file)["traceEvents"]
+        return json.load(file)
+
+
+def merge(traces):
+    """The Chrome trace of all ranks from theirs: every process, and every GPU, is that of a rank.
+
+    The ranks of one machine share a clock; those of several machines differ by the error of their clocks.
+    """
+    merged = traces[0] | dict(traceEvents=[])
+    for rank, trace in enumerate(traces):
+        late = (trace.get("baseTimeNanoseconds", 0) - merged.get("baseTimeNanoseconds", 0)) / 1000  # µs
+        # the metadata names processes without events too, one for each GPU of the machine
+        used = sorted({event["pid"] for event in trace["traceEvents"] if event["ph"] != "M"}, key=str)
+        pids = {pid: 1000 * (rank + 1) + i for i, pid in enumerate(used)}
+        for event in trace["traceEvents"]:
+            if event["pid"] not in pids:
+                continue
+            if event["name"] == "process_name":
+                event["args"] = dict(name=f"rank {rank}: {event['args']['name']}")
+            if event["name"] == "process_sort_index":
+                event["args"] = dict(sort_index=pids[event["pid"]])
+            if isinstance(event.get("id"), int):  # of an arrow from a launch to its kernel
+                event["id"] += 10**9 * rank
+            event["pid"] = pids[event["pid"]]
+            if "ts" in event:
+                event["ts"] += late
+            merged["traceEvents"].append(event)
+    return merged
 
 
 def gpu_seconds(events):

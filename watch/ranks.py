@@ -100,10 +100,10 @@ def watched(run):
     """
     os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", f"{run.checkpointer.folder}/flight_recorder_rank_")
     config = run.trainer.config
-    if run.log and (config.profile or config.memory_snapshot):
+    if config.profile or (run.log and config.memory_snapshot):
         from measure import profile  # no other run imports it
 
-        with profile.trace(config, run.log) as tracer:
+        with profile.trace(config, run.trainer.distributed, run.checkpointer.folder) as tracer:
             yield tracer
     else:
         yield SimpleNamespace(step=lambda: None)

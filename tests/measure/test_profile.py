@@ -73,20 +73,55 @@ def test_categories(name, category):
 
 
 def test_a_profiled_run(train):
-    run = train("profile", "--profile", 2, "--max_steps", 7)
+    run = train("profile", "--profile", 2, "--max_steps", 7, ranks=2)
     found = json.loads((run / "profile.json").read_text())
     shares = {category: row["share"] for category, row in found["kinds"].items()}
     assert found["steps"] == 2 and sum(shares.values()) == pytest.approx(1)
     # the head's GEMMs over 50,304 columns and its softmax take most of the time of so small a model
     assert {"matrix products", "loss", "attention", "normalization", "optimizer", "element-wise"} < shares.keys()
     assert shares["matrix products"] + shares["loss"] > 0.3 and all(share > -0.01 for share in shares.values())
-    names = {event.get("name") for event in profile.read_trace(run / "trace.json.gz")}
-    assert {"ProfilerStep#5", "ProfilerStep#6"} < names and "ProfilerStep#4" not in names
+    events = profile.read_trace(run / "trace.json.gz")["traceEvents"]
+    names = {
+        event["args"]["name"].partition(":")[0]: event["pid"] for event in events if event["name"] == "process_name"
+    }
+    steps = {(event["name"], event["pid"]) for event in events if event["name"].startswith("ProfilerStep#")}
+    assert steps == {(f"ProfilerStep#{step}", names[f"rank {rank}"]) for step in (5, 6) for rank in (0, 1)}
+    assert not list(run.glob("trace_rank_*"))
     output = (run / "output.txt").read_text()
     for category, row in found["kinds"].items():
         assert f"{category:16s} {row['ms']:10.2f} {row['share']:7.1%}\n" in output
     assert "profile of 2 steps" in output and "https://ui.perfetto.dev" in output and "step     6/7" in output
     assert "profiler_start" not in output  # Kineto's own log
+
+
+def test_the_ranks_traces_become_one():
+    """Two traces whose processes, GPUs and arrows have the same numbers, and whose times begin 5 µs apart."""
+
+    def trace(base):
+        process = dict(ph="M", name="process_name", ts=0, args=dict(name="python"))
+        kernel = dict(ph="X", name="gemm", ts=10.0, dur=1, pid=0)
+        return dict(
+            baseTimeNanoseconds=base,
+            traceEvents=[
+                process | dict(pid=7),
+                process | dict(pid=1),
+                kernel,
+                dict(ph="s", name="ac2g", ts=9, pid=7, id=3),
+            ],
+        )
+
+    merged = profile.merge([trace(1000), trace(6000)])
+    assert merged["baseTimeNanoseconds"] == 1000
+    found = [(e["name"], e["pid"], e["ts"], e.get("id")) for e in merged["traceEvents"]]
+    assert found == [
+        ("process_name", 1001, 0, None),  # that of the GPU without events is left out
+        ("gemm", 1000, 10, None),
+        ("ac2g", 1001, 9, 3),
+        ("process_name", 2001, 5, None),
+        ("gemm", 2000, 15, None),
+        ("ac2g", 2001, 14, 10**9 + 3),
+    ]
+    assert merged["traceEvents"][3]["args"]["name"] == "rank 1: python"
 
 
 def test_a_run_that_ends_among_the_traced_steps(train):
