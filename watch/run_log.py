@@ -31,7 +31,7 @@ from watch.hardware import environment, mfu, peak_flops, peak_memory
 from watch.ranks import slowest
 from watch.wandb_page import WandbPage
 
-WAITING = 2**24  # bytes of a log that wait in memory while the disk is full: those of some 50,000 steps
+WAITING = 2**26  # bytes of a log that wait in its buffer while the disk is full: those of some 200,000 steps
 
 
 class RunLog:
@@ -90,7 +90,7 @@ class RunLog:
             ) from error
         self.val_losses = {step: value for step, stream, value in lines if stream == "val"}
         self._first_end = None  # (step, time) of the end of this process's first step
-        self._error = None  # the OSError of the last attempt to write the folder
+        self._error = None  # the OSError of the last attempt to write the folder; the next one writes what waits
 
     def where_to_watch(self):
         """One line: where wandb's page is, or the path of metrics.jsonl."""
@@ -159,18 +159,18 @@ class RunLog:
             self._write_facts()
         except OSError as error:
             self._error = error
-        self.log_txt.close()
-        self.metrics_jsonl.close()
+        for file in (self.log_txt, self.metrics_jsonl):
+            with contextlib.suppress(OSError):  # that of _write()
+                file.close()
         self.wandb.finish()
         self._lock.close()
 
     def check_complete(self):
         """Raises UserError if a closed log lacks lines."""
-        reason = self._error.strerror if self._error else "a log was deleted, or the disk was full for long"
-        if self._error or self.log_txt.lost or self.metrics_jsonl.lost:
+        if self._error:
             raise UserError(
-                f"{self.folder} could not be written completely ({reason}): its logs lack lines that the output above "
-                "has; make room, or choose another --log_dir"
+                f"{self.folder} could not be written completely ({self._error.strerror}): its logs lack lines that the "
+                "output above has; make room, or choose another --log_dir"
             )
 
     def _earlier_facts(self, resumed):
@@ -206,7 +206,7 @@ class RunLog:
                     if row[0] < first or (row[0] == first and row[1] not in again):
                         rows.append(row)
                         file.write(f"{line}\n".encode())
-        return LogFile(path), rows
+        return open(path, "ab", WAITING), rows
 
     def _write_facts(self):
         write_json(self.folder / "config.json", self.facts)
@@ -227,17 +227,19 @@ class RunLog:
         self.wandb.log(step, values)
         # JSON has no NaN and no infinity
         values = {name: None if isinstance(v, float) and not math.isfinite(v) else v for name, v in values.items()}
-        self.log_txt.add(line)
-        self.metrics_jsonl.add(json.dumps(dict(step=step, tokens=tokens, **values)) + "\n")
-        self._write()
+        self._write(line, json.dumps(dict(step=step, tokens=tokens, **values)) + "\n")
 
-    def _write(self, sync=False):
-        """Write the lines that wait. After an error, which is printed once, training goes on; the next call tries
-        again."""
+    def _write(self, line="", row="", sync=False):
+        """Write to log.txt and metrics.jsonl what waits and these. After an error, which is printed once, training goes
+        on."""
         before, self._error = self._error, None
         try:
-            self.log_txt.write(sync)
-            self.metrics_jsonl.write(sync)
+            self.log_txt.write(line.encode())
+            self.metrics_jsonl.write(row.encode())
+            for file in (self.log_txt, self.metrics_jsonl):
+                file.flush()  # after an error the buffer keeps the rest, also of a line
+                if sync:
+                    os.fsync(file.fileno())
         except OSError as error:
             self._error = error
             if not before:
@@ -252,33 +254,6 @@ class RunLog:
             return "time left unknown"
         first, end = self._first_end
         return f"{tqdm.format_interval((now - end) / (step - first) * (self.config.max_steps - step - 1))} left"
-
-
-class LogFile:
-    """A file that grows by lines. Lines that a full disk refuses wait in memory, up to WAITING bytes of them."""
-
-    def __init__(self, path):
-        self._file = open(path, "ab", buffering=0)  # no buffer: a crash loses no line, an error no part of one
-        self._waiting = bytearray()
-        self.lost = False  # whether the file lacks a line for good
-
-    def add(self, text):
-        line = text.encode()
-        if len(self._waiting) + len(line) > WAITING:
-            self.lost = True
-        else:
-            self._waiting += line
-
-    def write(self, sync=False):
-        """Write what waits; with sync=True return when it is on disk. Raises OSError, and the rest waits."""
-        while self._waiting:
-            del self._waiting[: self._file.write(self._waiting)]  # a disk may have room for half a line
-        if sync:
-            os.fsync(self._file.fileno())
-
-    def close(self):
-        self.lost |= os.fstat(self._file.fileno()).st_nlink == 0  # a deleted file accepts writes without an error
-        self._file.close()
 
 
 def parse_log_line(line):
