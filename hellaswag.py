@@ -124,10 +124,6 @@ class MultipleChoice:
         tables[:, self.choices] = torch.stack((sums, sums / self.sizes)).float()
         return tables.argmin(dim=2) == self.labels
 
-    def evaluate(self, *arguments, **options):
-        """(acc, acc_norm), each between 0 and 1. A collective; arguments as of sum_losses."""
-        return tuple(self.right(*arguments, **options).double().mean(dim=1).tolist())
-
     def greedy(self, losses_of, distributed, stop=None):
         """Of items with one ending: (where the likeliest tokens are the ending, its summed loss), (items,) each.
 

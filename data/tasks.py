@@ -16,7 +16,6 @@ from common.files import check_fields, regular_file
 class Task(NamedTuple):
     repository: str  # on the hub
     file: str  # in it, .parquet or .jsonl
-    needs: str  # what an item needs, for an error message
     read: Callable  # read(row) returns the Item in a row of the file, or raises ValueError
     metrics: tuple = ("acc", "acc_norm")  # ("acc", "perplexity"): an item has one ending
 
@@ -61,11 +60,9 @@ def load_items(path=None, limit=None, name="hellaswag"):
         try:
             items.append(task.read(row if table else json.loads(row)))
         except (ValueError, RecursionError) as error:
-            raise UserError(
-                f"{source}, line {number}: {error}; an item needs {task.needs}, this one is {row!r:.80}"
-            ) from error
+            raise UserError(f"{source}, line {number}: {error}, in {row!r:.80}") from error
     if not items:
-        raise UserError(f"{source} has no items: it needs one a line, with {task.needs}")
+        raise UserError(f"{source} has no items: it needs one a line")
     count = min(limit or len(items), len(items))
     return [items[i * len(items) // count] for i in range(count)]
 
@@ -137,32 +134,12 @@ def index_of(answer, answers):
 
 
 TASKS = {
-    "hellaswag": Task(
-        "Rowan/hellaswag",
-        "data/validation-00000-of-00001.parquet",
-        "ctx, endings (two or more, not blank) and label (the index of the true ending)",
-        read_hellaswag,
-    ),
-    "arc_easy": Task(
-        "allenai/ai2_arc",
-        "ARC-Easy/test-00000-of-00001.parquet",
-        "question, choices (with text and label, two lists) and answerKey (a label)",
-        read_arc,
-    ),
-    "piqa": Task("baber/piqa", "piqa_validation.parquet", "goal, sol1, sol2 and label (0 or 1)", read_piqa),
-    "lambada": Task(
-        "EleutherAI/lambada_openai",
-        "data/lambada_test.jsonl",
-        "text, of two words or more",
-        read_lambada,
-        metrics=("acc", "perplexity"),
-    ),
+    "hellaswag": Task("Rowan/hellaswag", "data/validation-00000-of-00001.parquet", read_hellaswag),
+    "arc_easy": Task("allenai/ai2_arc", "ARC-Easy/test-00000-of-00001.parquet", read_arc),
+    "piqa": Task("baber/piqa", "piqa_validation.parquet", read_piqa),
+    "lambada": Task("EleutherAI/lambada_openai", "data/lambada_test.jsonl", read_lambada, ("acc", "perplexity")),
     "winogrande": Task(
-        "allenai/winogrande",
-        "winogrande_xl/validation-00000-of-00001.parquet",
-        "sentence (with _), option1, option2 and answer (1 or 2)",
-        read_winogrande,
-        metrics=("acc",),
+        "allenai/winogrande", "winogrande_xl/validation-00000-of-00001.parquet", read_winogrande, ("acc",)
     ),
 }
 

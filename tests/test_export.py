@@ -16,7 +16,7 @@ from checkpoints import hugging_face
 from checkpoints.run_folder import TRAINING
 from common.files import digest, json_digest, write_json
 from data.tasks import read_hellaswag
-from hellaswag import MultipleChoice
+from hellaswag import Tasks
 
 TASK = """
 task: multiple_choice
@@ -72,8 +72,8 @@ def test_lm_eval_computes_the_same_accuracy(command, tmp_path):
         device="cpu",
         bootstrap_iters=0,
     )
-    items = MultipleChoice([*map(read_hellaswag, rows)], 64, 1000)
-    acc, _ = items.evaluate(lambda batch, at: model(*batch, reduction="none", at=at), ALONE)
+    tasks = Tasks(dict(hellaswag=[*map(read_hellaswag, rows)]), 64, 1000)
+    acc = tasks.evaluate(lambda batch, at: model(*batch, reduction="none", at=at), ALONE)["hellaswag"]["acc"]
     assert results["results"]["multiple_choice"]["acc,none"] == pytest.approx(acc) and 0 < acc < 1
 
 

@@ -173,6 +173,6 @@ def test_other_rows_are_rejected_by_line(tmp_path):
         path.write_text(f"{json.dumps(RIGHT[name])}\n{json.dumps(RIGHT[name] | change)}\n")
         with pytest.raises(UserError, match="items.jsonl, line 2: ") as error:
             load_items(path, name=name)
-        assert "\n" not in str(error.value) and "an item needs " in str(error.value)
+        assert "\n" not in str(error.value)
     with pytest.raises(UserError, match="--tasks piqa=FILE reads a local file"):
         load_items(tmp_path / "nothing.jsonl", name="piqa")
