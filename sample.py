@@ -1,15 +1,13 @@
 """Generate text with a GPT-2.
 
 python sample.py log/RUN --prompt "Hello, I'm a language model,"        # or a checkpoint, a Hugging Face folder, gpt2
-python sample.py gpt2 --prompt_file story.txt                           # - is standard input
+python sample.py gpt2 --prompt "$(cat story.txt)"
 """
 
 import common.interrupt  # first: Ctrl-C during the other imports
 from common.interrupt import Stopped
 
-import sys
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated, Literal
 
 import torch
@@ -121,8 +119,6 @@ class Flags:
     """A run's folder (its newest checkpoint), a checkpoint, a Hugging Face folder, a name on the hub (gpt2), a .pt."""
     prompt: str = flag(PROMPT, is_path=False)
     """The beginning of the text."""
-    prompt_file: str | None = None
-    """Read the prompt from this file instead; - is standard input."""
     count: int = flag(4, at_least=1)
     """Number of texts."""
     max_new_tokens: int = flag(100, at_least=1)
@@ -139,23 +135,13 @@ class Flags:
     """auto: a GPU if there is one."""
 
 
-def read_prompt(path):
-    """The text of a file, or of standard input for "-". Raises UserError if it cannot be read."""
-    try:
-        text = sys.stdin.read() if path == "-" else Path(path).read_text(encoding="utf-8")
-        return text.removeprefix("\ufeff")  # a byte-order mark
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"--prompt_file {path}: {getattr(error, 'strerror', None) or error}") from error
-
-
 def main():
     flags = parse(Flags)
     device = process_group.start_alone(flags.device, "sample.py runs in one process")
-    prompt = flags.prompt if flags.prompt_file is None else read_prompt(flags.prompt_file)
     options = {name: getattr(flags, name) for name in ("max_new_tokens", "seed", "temperature", "top_k", "top_p")}
     with out_of_memory("use a smaller --count or model"):
         model = load_model(flags.model).to(device)
-        print(f"\n{'-' * 80}\n".join(sample(model, prompt, flags.count, **options)))
+        print(f"\n{'-' * 80}\n".join(sample(model, flags.prompt, flags.count, **options)))
 
 
 if __name__ == "__main__":

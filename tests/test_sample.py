@@ -1,6 +1,4 @@
-import io
 import math
-import sys
 
 import pytest
 import torch
@@ -12,7 +10,7 @@ import sample as sample_module
 from checkpoints import hugging_face
 from common.errors import UserError
 from data.tokenizer import get_tokenizer
-from sample import draw_token, generate, read_prompt, sample
+from sample import draw_token, generate, sample
 
 
 def continued(model, tokens, count, **options):
@@ -112,17 +110,6 @@ def test_end_of_text_in_a_prompt_is_the_token(monkeypatch):
         assert started.pop() == tokens
 
 
-def test_read_prompt(monkeypatch, tmp_path):
-    (tmp_path / "story.txt").write_text("Once\nupon", encoding="utf-8-sig")
-    assert read_prompt(tmp_path / "story.txt") == "Once\nupon"
-    monkeypatch.setattr(sys, "stdin", io.StringIO("a time"))
-    assert read_prompt("-") == "a time"
-    (tmp_path / "bytes").write_bytes(b"\xff")
-    for name in ("bytes", "nothing"):
-        with pytest.raises(UserError, match="--prompt_file"):
-            read_prompt(tmp_path / name)
-
-
 def test_the_command_and_its_errors(call_main, tmp_path, monkeypatch):
     for name in ("c", "run/checkpoint_000009", "empty"):
         (tmp_path / name).mkdir(parents=True)
@@ -136,7 +123,6 @@ def test_the_command_and_its_errors(call_main, tmp_path, monkeypatch):
     expect_error(call_main("sample.py", "run/checkpoint_9", "--device", "cpu"), "run/checkpoint_9 is not a folder")
     for temperature in (-1, "nan"):
         expect_error(call_main("sample.py", "c", "--temperature", temperature, "--device", "cpu"), "--temperature")
-    expect_error(call_main("sample.py", "c", "--prompt_file", "b", "--device", "cpu"), "--prompt_file b: No such file")
     expect_error(call_main("sample.py", "c", "--count", 0, "--device", "cpu"), "--count")
     expect_error(
         call_main("sample.py", "some-name-that-is-not-there", "--device", "cpu"), "some-name-that-is-not-there"
