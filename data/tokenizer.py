@@ -16,9 +16,9 @@ from common.errors import UserError
 END_OF_TEXT = 50256  # <|endoftext|>, which precedes every document
 VOCAB_SIZE = 50257  # 256 bytes + 50,000 merges + <|endoftext|>
 
-# The white space of GPT-2's split pattern; Python's \s has four control characters more
-WHITE_SPACE = re.compile("[\t-\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000]{2,}")
 LONG_WHITE_SPACE = 100_000  # characters
+# Before the last character of longer white space. That of GPT-2's split pattern is Python's without \x1c to \x1f
+CUT = re.compile(rf"(?=[^\S\x1c-\x1f][\S\x1c-\x1f])(?<=[^\S\x1c-\x1f]{{{LONG_WHITE_SPACE}}})")
 
 # SHA-256 of OpenAI's two files, from tiktoken_ext/openai_public.py
 VOCAB_BPE_SHA256 = "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5"
@@ -86,9 +86,7 @@ def encode(text):
     with the word. It finds this by backtracking, and fails from 999,999 characters on. So the text is cut before that
     last one: at the end of a text `\\s++$` takes the n - 1 as one piece too, and no pattern looks back.
     """
-    runs = WHITE_SPACE.finditer(text) if len(text) > LONG_WHITE_SPACE else ()
-    cuts = [run.end() - 1 for run in runs if len(run[0]) > LONG_WHITE_SPACE and run.end() < len(text)]
-    parts = [text[start:end] for start, end in zip([0, *cuts], [*cuts, len(text)])]
+    parts = CUT.split(text) if len(text) > LONG_WHITE_SPACE else [text]
     return np.concatenate([get_tokenizer().encode_to_numpy(part, disallowed_special=()) for part in parts])
 
 
