@@ -74,6 +74,11 @@ class CausalSelfAttention(nn.Module):
             from kernels.flash4 import flash4
 
             return self.c_proj(flash4(qkv, n_head, documents.offsets)[0])
+        # triton: flash attention in 150 lines, to be read
+        if self.attention == "triton" and past is None and documents.hidden is None and documents.offsets is None:
+            from kernels.flash_triton import flash_triton
+
+            return self.c_proj(flash_triton(qkv, n_head)[0])
         # mask_documents: no score between two documents is computed
         if documents.offsets is not None:
             from torch.nn.attention.varlen import varlen_attn  # imports the compiler, a second

@@ -65,9 +65,9 @@ OPTIMIZATIONS = (
         off=dict(attention="written_out"), saves=SDPA_OPERATORS,
     ),
     Optimization(
-        "sdpa_kernel", dict(attention="sdpa"), None,
-        "one of PyTorch's kernels, flash, efficient or cudnn, instead of its own choice",
-        needs=needs.sdpa_kernel, on=tuple(CAN_USE), default=False,
+        "attention_kernel", dict(attention="sdpa"), None,
+        "one kernel, flash, efficient, cudnn or triton, instead of PyTorch's choice",
+        needs=needs.attention_kernel, on=(*CAN_USE, "triton"), saves=("gpt2::flash_triton",), default=False,
     ),
     switch("pad_vocab", "the vocabulary padded to 50304 rows, a multiple of 128", in_model=True),
     switch("fused_adamw", "the optimizer's update of all parameters in one kernel", needs=fused_update),

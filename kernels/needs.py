@@ -31,9 +31,11 @@ def bf16_instructions(config, distributed):
             return "this processor has no bf16 instructions"
 
 
-def sdpa_kernel(config, distributed):
+def attention_kernel(config, distributed):
     if config.mask_documents and config.attention != "flash":
         return "--mask_documents runs on the kernels flash and flash4, or with sdpa"
+    if config.attention == "triton":
+        return ampere(config, distributed) or triton(config, distributed) or autocast(config)
     dtype = dict(bf16=torch.bfloat16, fp16=torch.float16, off=torch.float32)[config.autocast]
     return attention.missing_sdpa_kernel(config.attention, distributed.device, dtype, head_width(config))
 
@@ -48,6 +50,10 @@ def inductor(config, distributed):
         return "torch.compile is not ready for Apple GPUs"
     problem = missing_compiler(distributed.device)
     return problem or (missing_package("triton") if distributed.device.type == "cuda" else None)
+
+
+def autocast(config):
+    return "it needs --autocast bf16 or fp16" if config.autocast == "off" else None
 
 
 def bf16(config):
@@ -87,10 +93,8 @@ def cublaslt_gemms(config, distributed):
 
 
 def flash_attention_4(config, distributed):
-    if problem := nvidia_gpu(config, distributed):
+    if problem := nvidia_gpu(config, distributed) or autocast(config):
         return problem
-    if config.autocast == "off":
-        return "it needs --autocast bf16 or fp16"
     if torch.cuda.get_device_capability(distributed.device)[0] != 9:
         return f"FlashAttention-4 is used on Hopper, and this is {torch.cuda.get_device_name(distributed.device)}"
     from kernels import flash4

@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from common.device import missing_package
 from common.errors import UserError, first_line, is_out_of_memory, run
 from kernels import flash4
 from measure.timing import KernelFlags, dtype_of_activations, forward_and_backward, start, time_all
@@ -64,13 +65,18 @@ def candidates(device):
     """Names of the kernels to try; a kernel that does not take a size says so when it is measured."""
     if device.type != "cuda":
         return ["written out", "FlashAttention"] if device.type == "cpu" else ["written out"]
-    return ["written out", *SDPA, *["FlashAttention-4", "flash4"] * (flash4.missing() is None)]
+    names = ["written out", *SDPA, *["triton"] * (missing_package("triton") is None)]
+    return names + ["FlashAttention-4", "flash4"] * (flash4.missing() is None)
 
 
 def attend(name, qkv, H):
     """Causal attention, (B, T, C) or (B, H, T, D), by one kernel. qkv (B, T, 3C)."""
     if name == "flash4":
         return flash4.flash4(qkv, H)[0]
+    if name == "triton":
+        from kernels.flash_triton import flash_triton
+
+        return flash_triton(qkv, H)[0]
     q, k, v = (part.unflatten(2, (H, -1)).transpose(1, 2) for part in qkv.chunk(3, dim=2))  # (B, H, T, D)
     if name == "written out":
         return causal_attention(q, k, v, None)

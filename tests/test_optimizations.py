@@ -52,7 +52,7 @@ CASES = {
     "bf16": (2e-3, HALF, {}),
     "compile": (2e-3, dict(compile=True), COMPILED | dict(compile=False)),
     "flash": (1e-5, SDPA, {}),
-    "sdpa_kernel": (1e-3, dict(attention="efficient"), HALF | SDPA),
+    "attention_kernel": (1e-3, dict(attention="efficient"), HALF | SDPA),
     "pad_vocab": (1e-5, dict(pad_vocab=True), {}),
     "fused_adamw": (1e-5, dict(fused_adamw=True), {}),
     "accumulation": (1e-5, dict(micro_batch_size=1), dict(micro_batch_size=4)),
@@ -76,7 +76,7 @@ TWO_RANKS = {
 }
 RECIPE = ("adamw", "schedule", "clipping")
 # fp8_head is slow in Triton's interpreter: test_fp8_head.py has it
-NEEDS_A_GPU = ("tf32", "sdpa_kernel", "flash4", "fp8_head")
+NEEDS_A_GPU = ("tf32", "attention_kernel", "flash4", "fp8_head")
 
 
 def three_steps(**flags):
@@ -186,6 +186,7 @@ def test_rows_name_flags_and_fields_that_exist():
         ("cpu", dict(optimizer="adamw_8bit"), dict(fused_adamw="no fused kernel for --optimizer adamw_8bit")),
         ("cpu", dict(attention="cudnn"), dict(attention="one kernel for attention")),
         ("cpu", dict(attention="flash4"), dict(attention="this is cpu, not an NVIDIA GPU")),
+        ("cpu", dict(attention="triton"), dict(attention="this is cpu, not an NVIDIA GPU")),
         ("cpu", dict(overlap_gradients=True), dict(overlap_gradients="several ranks")),
         ("cpu", dict(bf16_gradients=True), dict(bf16_gradients="it needs NCCL")),
         (
@@ -239,6 +240,10 @@ def gpu(monkeypatch):
         ("H200", (9, 0), "flash", dict(mask_documents=True), "flash", None),
         ("H200", (9, 0), "flash4", dict(mask_documents=True), "flash4", None),
         ("A100", (8, 0), "flash4", {}, "sdpa", "FlashAttention-4 is used on Hopper, and this is A100"),
+        ("A100", (8, 0), "triton", {}, "triton", None),
+        ("T4", (7, 5), "triton", {}, "sdpa", "T4 is older than Ampere"),
+        ("A100", (8, 0), "triton", dict(autocast="off"), "sdpa", "it needs --autocast bf16 or fp16"),
+        ("A100", (8, 0), "triton", dict(mask_documents=True), "sdpa", "--mask_documents runs on the kernels flash and"),
     ],
 )
 def test_what_computes_attention(gpu, install, name, capability, asked, flags, found, reason):

@@ -16,7 +16,7 @@ def restore():
     limit_sdpa("sdpa")
 
 
-@pytest.mark.parametrize("name", [*CAN_USE, "sdpa", "written_out", "flash4"])
+@pytest.mark.parametrize("name", [*CAN_USE, "sdpa", "written_out", "flash4", "triton"])
 def test_only_the_chosen_kernel_is_enabled(name, restore):
     limit_sdpa(name)
     chosen = {name} & CAN_USE.keys() or CAN_USE.keys()
