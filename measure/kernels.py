@@ -1,4 +1,4 @@
-"""One operation at every level: eager PyTorch, PyTorch's own kernel, torch.compile, Triton.
+"""One operation at every level: eager PyTorch, PyTorch's own kernel, torch.compile, Triton, CUDA C++.
 
     python -m measure.kernels                                        # cross-entropy, GELU and LayerNorm
     python -m measure.kernels --kernel gelu
@@ -12,7 +12,7 @@ has fewer GB/s. docs/measuring.md says what to learn from the figures.
 import common.interrupt  # first: Ctrl-C during the other imports
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal, get_args
 
@@ -22,10 +22,11 @@ import torch.nn.functional as F
 from common.cli import flag
 from common.device import missing_compiler, missing_package
 from common.errors import UserError, run
+from measure import nvrtc
 from measure.timing import KernelFlags, dtype_of_activations, forward_and_backward, start, time_all
 
 EPSILON = 1e-5  # of LayerNorm
-Level = Literal["eager", "library", "compiled", "max-autotune", "triton"]
+Level = Literal["eager", "library", "compiled", "max-autotune", "triton", "cuda"]
 
 
 @dataclass
@@ -105,6 +106,12 @@ def triton_cross_entropy(logits, targets):
     return cross_entropy_(logits.detach(), targets, logits.size(1)).mean()
 
 
+def gelu_by_hand(language, x):
+    from measure import gelu  # needs Triton
+
+    return gelu.GELU.apply(x, dict(triton=gelu.by_triton, cuda=gelu.by_cuda)[language])
+
+
 # Mode of torch.compile; without CUDA graphs, which save launches: here one kernel takes longer than its launch
 MODES = {"compiled": None, "max-autotune": "max-autotune-no-cudagraphs"}
 
@@ -114,12 +121,15 @@ LEVELS = dict(
     gelu=dict(eager=gelu, library=partial(F.gelu, approximate="tanh")),
     layer_norm=dict(eager=layer_norm, library=library_layer_norm),
 )
+LEVELS["gelu"] |= {language: partial(gelu_by_hand, language) for language in ("triton", "cuda")}
 for levels in LEVELS.values():
     levels |= dict.fromkeys(MODES, levels["library"])
 
 
 def missing(level, device):
     """What a level lacks on this device, or None."""
+    if level == "cuda":
+        return nvrtc.missing(device)
     if level in MODES and (problem := missing_compiler(device)):
         return problem
     if level in ("max-autotune", "triton") and device.type != "cuda":
@@ -149,6 +159,27 @@ def make_inputs(kernel, flags, device):
     return leaves, targets
 
 
+def check(flags, device, name, level):
+    """Compare a kernel at a level with PyTorch's in float64, on 1,024 rows: its value and gradients.
+
+    Raises AssertionError if they differ by more than rounding.
+    """
+    leaves, others = make_inputs(name, replace(flags, tokens=min(flags.tokens, 1024)), device)
+    exact = [leaf.detach().double().requires_grad_() for leaf in leaves]
+    expected = (F.cross_entropy if name == "cross_entropy" else LEVELS[name]["library"])(*exact, *others)
+    result = function_of(name, level)(*leaves, *others)
+    pairs = [(result, expected)]
+    if result.requires_grad:
+        gradient = torch.randn_like(result)
+        result.backward(gradient)
+        expected.backward(gradient.double())
+        pairs += [(leaf.grad, other.grad) for leaf, other in zip(leaves, exact)]
+    rounding = 1e-5 if leaves[0].dtype == torch.float32 else 2e-2
+    for found, expected in pairs:
+        atol = rounding * expected.abs().max().item()
+        torch.testing.assert_close(found.double(), expected, rtol=rounding, atol=atol)
+
+
 def measure(flags, device, name, level):
     """{forward_ms, backward_ms, peak_gb, rate in GB/s} of a kernel at a level. Raises UserError if the device lacks it.
 
@@ -158,6 +189,8 @@ def measure(flags, device, name, level):
     """
     if reason := missing(level, device):
         raise UserError(reason)
+    if level not in MODES:  # those would compile for another shape
+        check(flags, device, name, level)
     leaves, others = make_inputs(name, flags, device)
     function = partial(function_of(name, level), *leaves, *others)
     times = forward_and_backward(device, function, leaves, flags.repeats)
