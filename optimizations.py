@@ -73,15 +73,8 @@ OPTIMIZATIONS = (
     switch("fused_adamw", "the optimizer's update of all parameters in one kernel", needs=fused_update),
     # without GPT-3's recipe: the defaults of torch.optim.AdamW at a constant learning rate of 3e-4, without clipping
     Optimization(
-        "adamw", dict(beta2=0.999, weight_decay=0.01), "β₂ {beta2:g}, weight decay {weight_decay:g}",
-        "GPT-3's β₂ and weight decay", changes="recipe",
-    ),
-    Optimization(
-        "schedule", dict(lr_schedule="constant", lr=3e-4, warmup_steps=0), "warm-up and {lr_schedule}",
-        "GPT-3's learning rate: warm-up, then a cosine", changes="recipe",
-    ),
-    Optimization(
-        "clipping", dict(grad_clip=0.0), "clipping to {grad_clip:g}", "gradients clipped to a norm of 1",
+        "recipe", dict(lr_schedule="constant", lr=3e-4, warmup_steps=0, beta2=0.999, weight_decay=0.01, grad_clip=0.0),
+        "{lr_schedule}, β₂ {beta2:g}, clipping", "GPT-3's warm-up, cosine, β₂, weight decay and clipping",
         changes="recipe",
     ),
     Optimization(

@@ -1,6 +1,6 @@
 """Write the tables of README.md and docs/ from the records, dev/records/*.json.
 
-    python dev/tables.py             # writes what stands between <!--table:NAME--> and <!--/table-->
+    python dev/tables.py             # writes what stands between <!--table:NAME--> and <!--/table-->, and gains
     python dev/tables.py --check     # says which tables differ, with exit code 1 if one does
 
 A record has `rows`, and as `columns` {heading: template}. A cell is its column's template filled in by a row, such as
@@ -23,7 +23,7 @@ from optimizations import OPTIMIZATIONS
 
 RECORDS = ROOT / "dev" / "records"
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
-TABLE = re.compile(r"(<!--table:(\w+)-->\n)(.*?)(<!--/table-->)", re.S)
+MADE = re.compile(r"(<!--(table|gain):(\w+)-->\n?)(.*?)(<!--/\2-->)", re.S)
 CARD = {
     "GPUs": "{gpus} × {hardware}",
     "command": "`{command}`",
@@ -48,9 +48,9 @@ def main():
     different = []
     for page in PAGES:
         text = page.read_text()
-        different += [f"{page.name}: {name}" for _, name, table, _ in TABLE.findall(text) if table != make(name)]
+        different += [f"{page.name}: {name}" for _, kind, name, old, _ in MADE.findall(text) if old != make(kind, name)]
         if not check:
-            page.write_text(TABLE.sub(lambda match: f"{match[1]}{make(match[2])}{match[4]}", text))
+            page.write_text(MADE.sub(lambda match: f"{match[1]}{make(match[2], match[3])}{match[5]}", text))
     if check and different:
         raise UserError(f"not as in dev/records ({', '.join(different)}): run python dev/tables.py")
     print("\n".join(different) or "all tables are as in dev/records")
@@ -64,8 +64,10 @@ def load(name):
         raise UserError(f"there is no {error.filename}") from error
 
 
-def make(name):
-    """The lines of a table: made by the function of its name below, or from its record alone."""
+def make(kind, name):
+    """A rung's gain, or the lines of a table: made by the function of its name below, or from its record alone."""
+    if kind == "gain":
+        return cell(load("ladder")["interval"], next(row for row in rungs() if row["name"] == name))
     if name in SPECIAL:
         return SPECIAL[name]()
     record = load(name)
@@ -103,12 +105,13 @@ def markdown(columns, rows):
 # Tables of more than one record
 
 
+def rungs():
+    """The rows of ladder.json, each with the row of ladder_second.json, on another card, as `second`."""
+    return [a | dict(second=b) for a, b in zip(load("ladder")["rows"], load("ladder_second")["rows"], strict=True)]
+
+
 def ladder():
-    """The ladder of ladder.json; a template may refer to the row of the same name in ladder_h100.json as h100."""
-    record = load("ladder")
-    h100 = {row["name"]: row for row in load("ladder_h100")["rows"]}
-    rows = [row | {"h100": h100[row["name"]]} if row["name"] in h100 else row for row in record["rows"]]
-    return markdown(record["columns"], rows)
+    return markdown(load("ladder")["columns"], rungs())
 
 
 def optimizations():

@@ -14,7 +14,7 @@ import torch
 
 from checkpoints import resume
 from common.errors import UserError
-from config import SETTLING_STEPS, chosen_flags, resolve
+from config import chosen_flags, resolve
 from data.loader import Loader, open_streams
 from data.shards import dataset_name
 from measure.child_run import OFF, ChildRun, explain, run_config, shown_command
@@ -22,6 +22,7 @@ from parallel import memory, process_group
 from train_gpt2 import build, train_step
 from watch.hardware import environment, flops_per_token, mfu, peak_flops, peak_memory
 
+FIRST_STEPS = 3  # for compilation; what else has to settle does so in the first step of each turn
 ROUNDS = 5
 STUDENT_T = 2.776  # two-sided 95% for ROUNDS - 1 degrees of freedom
 
@@ -47,14 +48,14 @@ class TimedRun(ChildRun):
     """A training run that takes steps when it is asked to."""
 
     def __init__(self, config, ranks, output):
-        """Start a run of a Config in `ranks` processes, and take SETTLING_STEPS steps. output: the file that gets what
+        """Start a run of a Config in `ranks` processes, and take FIRST_STEPS steps. output: the file that gets what
         the processes print. Raises as answer().
         """
         super().__init__(take_turns, config, ranks, output)
         self.rates, self.losses = [], []
         try:
             self.facts = self.answer()
-            self.train(SETTLING_STEPS)
+            self.train(FIRST_STEPS)
         except BaseException:
             self.close()
             raise

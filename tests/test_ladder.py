@@ -66,7 +66,7 @@ def test_rungs_by_name():
 
 def test_a_ladder_climbs(train, tmp_path):
     """With rungs that measure, change nothing here, turn on two."""
-    rungs = "tf32 + flash+pad_vocab, compile,adamw+schedule+accumulation,micro_batch,ddp"
+    rungs = "tf32 + flash+pad_vocab, compile,recipe+accumulation,micro_batch,ddp"
     folder = train("climb", "--ladder", "--rungs", rungs, "--ladder_steps", 5, "--ladder_seconds", 0)
     results = json.loads((folder / "ladder.json").read_text())["results"]
     assert [(r["rung"], r["status"], r.get("reason")) for r in results] == [
@@ -74,7 +74,7 @@ def test_a_ladder_climbs(train, tmp_path):
         ("+ tf32", "skipped", "tf32 is off: this is cpu, not an NVIDIA GPU"),
         ("+ flash + pad_vocab", "done", None),
         ("+ compile", "skipped", "off on the command line"),
-        ("+ β₂ 0.95, weight decay 0.1 + warm-up and cosine + 256 tokens a step", "done", None),
+        ("+ cosine, β₂ 0.95, clipping + 256 tokens a step", "done", None),
         ("+ micro-batch of 4", "done", None),
         ("+ ddp", "skipped", "no GPUs here"),
     ]
