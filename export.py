@@ -12,7 +12,6 @@ README.md, with the run's data, losses, command and hardware. Other benchmarks a
 
 import common.interrupt  # first: Ctrl-C during the other imports
 
-import contextlib
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -59,12 +58,11 @@ def main():
         raise UserError(f"{out} already exists: choose another name, or delete it")
     if flags.push and not flags.license:
         raise UserError("--push needs --license, such as mit, apache-2.0 or other: the model card names it")
+    if flags.push and not flags.dry_run:
+        check_hub()  # before the model card imports huggingface_hub
     name = locate(flags.model)
     with out_of_memory("use a machine with more memory"):
         model = load_model(name)
-    if flags.push and not flags.dry_run:  # first: without a login nothing is written
-        with hub_errors(flags.push) as hub:
-            hub.create_repo(flags.push, private=not flags.public, exist_ok=True)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=f"{out.name}.", dir=out.parent) as unfinished:
@@ -83,24 +81,24 @@ def main():
         for path in sorted(out.iterdir()):
             print(f"would upload {path} ({path.stat().st_size:,} bytes) to {flags.push}")
     elif flags.push:
-        with hub_errors(flags.push, f"; {out} is complete: `hf upload {flags.push} {out}` uploads it") as hub:
-            hub.upload_folder(repo_id=flags.push, folder_path=out)
-            print(f"{hub.endpoint}/{flags.push}")
+        push(out, flags.push, private=not flags.public)
     print(f'Next: transformers.AutoModelForCausalLM.from_pretrained("{out}")')
     print(f"Next, other benchmarks: lm_eval --model hf --model_args pretrained={out} --tasks arc_easy,piqa")
 
 
-@contextlib.contextmanager
-def hub_errors(repository, hint=""):
-    """A client of the hub, huggingface_hub.HfApi; its errors become a UserError that ends with `hint`."""
-    check_hub()
+def push(folder, repository, private):
+    """Upload a folder to the hub. Raises UserError."""
     from huggingface_hub import HfApi  # only here: the import takes half a second
 
+    hub = HfApi()
     try:
         with answered():
-            yield HfApi()
+            hub.create_repo(repository, private=private, exist_ok=True)
+            hub.upload_folder(repo_id=repository, folder_path=folder)
     except OSError as error:
-        raise UserError(f"cannot push to {repository} ({error}){hint}") from error
+        again = f"hf upload {repository} {folder}" + " --private" * private
+        raise UserError(f"cannot push to {repository} ({error}); {folder} is complete: {again}") from error
+    print(f"{hub.endpoint}/{repository}")
 
 
 def model_card(name, model, flags):
