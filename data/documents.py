@@ -29,16 +29,13 @@ DOCUMENTS_PER_TASK = 4096  # at most, of parquet: a task stays within one row gr
 BYTES_PER_TASK = 2**20  # of text, about
 TASKS_PER_WORKER = 4  # in the queue
 SEPARATOR = "<|endoftext|>"  # between the documents of a text file
-# What a person should know of documents that are tokenized all the same
-EMPTY = "documents have no text"
-NOT_UTF8 = "times bytes that are not UTF-8 became U+FFFD (of Latin-1? iconv -f LATIN1 -t UTF-8 converts it)"
 
 
 def tokenize_files(paths, state, workers, limit):
     """Yield (state, tokens) for the tasks of all files, in order, from `state` on; None: from the start.
 
-    tokens: (n,) uint16. limit: the most bytes of a document. At the end this prints how many documents have no text,
-    and how much is not UTF-8. Raises UserError if a file cannot be read.
+    tokens: (n,) uint16. limit: the most bytes of a document. At the end this prints how much is not UTF-8. Raises
+    UserError if a file cannot be read.
     """
     import fsspec
 
@@ -46,7 +43,7 @@ def tokenize_files(paths, state, workers, limit):
     file_system = None if isinstance(paths[0], Path) else fsspec.core.url_to_fs(paths[0])[0]
     pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), start_worker, (file_system,))
     tasks, queue = list_tasks(paths, state or (0, 0), limit), collections.deque()
-    remarks, first = collections.Counter(), {}
+    wrong, first = 0, None  # not UTF-8
     try:
         while True:
             for position, function, *arguments in itertools.islice(tasks, TASKS_PER_WORKER * workers - len(queue)):
@@ -55,21 +52,21 @@ def tokenize_files(paths, state, workers, limit):
                 break
             position, task = queue.popleft()
             tokens, own = task.result()
-            remarks.update(own)
-            first = dict.fromkeys(+own, paths[position[0]]) | first
+            wrong, first = wrong + own, first or (paths[position[0]] if own else None)
             yield position, tokens
     except BrokenProcessPool as error:
         raise UserError("a worker process was killed, probably for lack of memory: use fewer --workers") from error
     finally:
         pool.shutdown(cancel_futures=True)
-        for remark in first:
-            print_over_bar(f"{remarks[remark]:,} {remark}, first in {first[remark]}")
+        if wrong:
+            hint = "of Latin-1? iconv -f LATIN1 -t UTF-8 converts it"
+            print_over_bar(f"{wrong:,} times bytes that are not UTF-8 became U+FFFD, first in {first} ({hint})")
 
 
 def list_tasks(paths, state, limit):
     """Yield (state, function, *arguments) for the tasks of all files, in order, from `state` on.
 
-    The function returns (tokens, remarks): (n,) uint16, and a Counter.
+    The function returns (tokens, count): (n,) uint16, and how many times bytes are not UTF-8.
     """
     for file, path in enumerate(paths[state[0] :], state[0]):
         for number, task in enumerate(FORMATS[suffix(path)](path, limit)):
@@ -130,7 +127,7 @@ def list_parquet(path, limit):
 
 
 def tokenize_parquet(path, group, batch, limit):
-    """The (tokens, remarks) of documents [batch * DOCUMENTS_PER_TASK, (batch + 1) * DOCUMENTS_PER_TASK) of a row group.
+    """The (tokens, count) of documents [batch * DOCUMENTS_PER_TASK, (batch + 1) * DOCUMENTS_PER_TASK) of a row group.
 
     A missing document counts as an empty one.
     """
@@ -143,7 +140,7 @@ def tokenize_parquet(path, group, batch, limit):
         row = batch * DOCUMENTS_PER_TASK + pc.index(pc.binary_length(column), longest).as_py() + 1
         raise too_long(f"{path}, row {row} of row group {group}", limit)
     texts, wrong = zip(*(decode(text or b"") for text in column.to_pylist()))
-    return tokenize(texts), collections.Counter({EMPTY: texts.count(""), NOT_UTF8: sum(wrong)})
+    return tokenize(texts), sum(wrong)
 
 
 @functools.lru_cache(maxsize=1)
@@ -167,10 +164,7 @@ def open_parquet(path):
             source = files.open(name, "rb", cache_type="none")  # no read-ahead of 5 MB beyond each range
         file = pq.ParquetFile(source, buffer_size=2**23)  # a buffer, not all the text of a row group
         types = dict(zip(file.schema_arrow.names, file.schema_arrow.types))
-    kind = types.get("text")
-    if isinstance(kind, pa.DictionaryType):
-        kind = kind.value_type
-    if kind not in (pa.string(), pa.large_string(), pa.string_view()):
+    if types.get("text") not in (pa.string(), pa.large_string(), pa.string_view()):
         columns = ", ".join(f"{name} ({kind})" for name, kind in types.items())
         raise UserError(f"{path}: there is no column of strings named text, only {columns}")
     return file
@@ -187,7 +181,7 @@ def list_lines(path, limit):
 
 
 def tokenize_lines(path, line, block):
-    """The (tokens, remarks) of the documents in lines of JSON; line: their number in the file, from 0.
+    """The (tokens, count) of the documents in lines of JSON; line: their number in the file, from 0.
 
     A document whose text is null counts as an empty one. Raises UserError.
     """
@@ -206,7 +200,7 @@ def tokenize_lines(path, line, block):
             ) from error
         # halves of a \\u pair are not UTF-8
         texts.append(re.sub("[\ud800-\udfff]", "\ufffd", document["text"] or ""))
-    return tokenize(texts), collections.Counter({EMPTY: texts.count(""), NOT_UTF8: wrong})
+    return tokenize(texts), wrong
 
 
 def list_text(path, limit):
@@ -216,15 +210,14 @@ def list_text(path, limit):
 
 
 def tokenize_text(block, first):
-    """The (tokens, remarks) of a block that begins a file, or else goes on with the document of the block before.
+    """The (tokens, count) of a block that begins a file, or else goes on with the document of the block before.
 
     Line breaks around documents are dropped, and documents without text.
     """
     text, wrong = decode(block)
     rest, *documents = ((SEPARATOR if first else "") + text).split(SEPARATOR)
     documents = [text for document in documents if (text := document.strip("\r\n"))]
-    tokens = tokenize([rest.rstrip("\r\n"), *documents])[1:]  # no <|endoftext|> before the rest
-    return tokens, collections.Counter({NOT_UTF8: wrong})
+    return tokenize([rest.rstrip("\r\n"), *documents])[1:], wrong  # no <|endoftext|> before the rest
 
 
 def cut_text(block):
@@ -252,7 +245,7 @@ def read_blocks(path, cut, limit):
     compression = {".gz": "gzip", ".zst": "zstd"}.get(path.suffix.lower())
     with reading(path), pa.input_stream(str(path), compression=compression) as file:
         buffer, line, size = file.read(BYTES_PER_TASK), 0, BYTES_PER_TASK
-        if is_utf16(buffer):
+        if buffer.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
             raise UserError(f"{path} is UTF-16: convert it to UTF-8, for example with iconv -f UTF-16 -t UTF-8")
         buffer = buffer.removeprefix(codecs.BOM_UTF8)
         while True:
@@ -270,12 +263,6 @@ def read_blocks(path, cut, limit):
                 raise too_long(f"{path}, line {line + 1}", limit)
             else:
                 size = min(2 * size, limit)
-
-
-def is_utf16(data):
-    """Whether bytes begin as UTF-16 does, or every other one is often 0."""
-    zeros = data[::2].count(0) - data[1::2].count(0)
-    return data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) or abs(zeros) > len(data) // 4
 
 
 FORMATS = {".parquet": list_parquet}

@@ -31,7 +31,8 @@ def split_into_shards(chunks, shard_size, span, period, position=0, skip=0):
     val: (n,) uint16, the validation tokens since the last yield. train: (shard_size,) uint16; the last one is shorter,
     possibly empty. The yielded state and skip are where the next shard begins; after the last one the state is None.
     """
-    val, train, filled = [], np.empty(shard_size, dtype=np.uint16), 0
+    nothing = np.empty(0, dtype=np.uint16)
+    val, train, filled = [nothing], np.empty(shard_size, dtype=np.uint16), 0
     for state, chunk in chunks:
         while skip < len(chunk):
             offset = (position + skip) % (period or sys.maxsize)
@@ -48,15 +49,11 @@ def split_into_shards(chunks, shard_size, span, period, position=0, skip=0):
             train[filled : filled + n] = part
             filled += n
             if filled == shard_size:
-                yield concatenate(val), train, state, skip
-                val, train, filled = [], np.empty(shard_size, dtype=np.uint16), 0
+                yield np.concatenate(val), train, state, skip
+                val, train, filled = [nothing], np.empty(shard_size, dtype=np.uint16), 0
         position += len(chunk)
         skip -= len(chunk)
-    yield concatenate(val), train[:filled], None, 0
-
-
-def concatenate(parts):
-    return np.concatenate([np.empty(0, dtype=np.uint16), *parts])
+    yield np.concatenate(val), train[:filled], None, 0
 
 
 class ShardFolder:
@@ -89,8 +86,6 @@ class ShardFolder:
             return None
         try:
             progress = read_with_entries(self.unfinished, flags=dict, source=dict, state=list | None, skip=int)
-            if progress["state"] and len(progress["state"]) != 2:
-                raise ValueError(f"its state is {progress['state']}, and not [file, task]")
             for entry in progress["shards"]:
                 if not 0 < entry["tokens"] <= len(open_shard(self.path / entry["name"])):
                     raise ValueError(f"{entry['name']} does not have {entry['tokens']} tokens")

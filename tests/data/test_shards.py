@@ -227,7 +227,7 @@ def test_progress_of_something_else(tmp_path):
     valid = dict(flags={}, source={}, shards=[entry], state=[0, 5], skip=3)
     contents = [valid | {name: value} for name in valid for value in (7.5, "x")]
     contents += [valid | dict(shards=[entry | wrong if isinstance(wrong, dict) else wrong]) for wrong in WRONG_ENTRIES]
-    contents += [{name: valid[name] for name in valid if name != "state"}, [valid], None, valid | dict(state=[0, 0, 5])]
+    contents += [{name: valid[name] for name in valid if name != "state"}, [valid], None]
     folder = ShardFolder(tmp_path)
     for content in contents:
         folder.unfinished.write_text(json.dumps(content))
