@@ -19,6 +19,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # for python dev/tables.py
 
 from common.cli import ROOT, parse
 from common.errors import UserError, run
+from measure import hardware
 from optimizations import OPTIMIZATIONS
 
 RECORDS = ROOT / "dev" / "records"
@@ -136,7 +137,15 @@ def cards():
     return markdown(CARD, [load(f"cards/{path.stem}") | dict(name=path.stem) for path in paths])
 
 
-SPECIAL = dict(ladder=ladder, optimizations=optimizations, cards=cards)
+def machines():
+    """The machines of measure/hardware.py, and what was measured on two of them."""
+    cards = {"H100 SXM": "h100", "H200 SXM": "h200"}
+    measured = {machine: f"{load(f'cards/{name}')['tokens_per_second']:,}" for machine, name in cards.items()}
+    rows = [row | dict(measured=measured.get(row["machine"], "")) for row in hardware.rows()]
+    return markdown({name: f"{{{name}}}" for name in rows[0]}, rows)
+
+
+SPECIAL = dict(ladder=ladder, optimizations=optimizations, cards=cards, machines=machines)
 
 if __name__ == "__main__":
     run(main)
