@@ -24,6 +24,7 @@ from measure import figures
 from measure.child_run import OUT_OF_MEMORY, SPEED, begin, count_devices, finish, speed
 from measure.turns import ROUNDS, measure
 from optimizations import RUNGS, turn_off_unavailable
+from parallel.memory import bytes_of_states, params_of_rank
 from parallel.process_group import Distributed
 
 COLUMNS = ("rung", *SPEED, "× before", "95%", "× first", "loss")
@@ -34,6 +35,7 @@ NOTE = (
     f"{LOSS_STEP}: compare only rows with the same recipe and tokens a step."
 )
 FIRST_MICRO_BATCH = 32  # of the first rungs on a GPU, halved until it fits: with all off it needs 56 GB
+FULL = 0.92  # of a GPU's memory; the rest is for two processes' contexts and fragments
 
 
 @dataclass
@@ -143,17 +145,30 @@ def turn_on_named(config):
 def measure_baseline(config, device, results):
     """(Config, TimedRun, result) of the first rung, with all optimizations off.
 
-    Its micro-batch is halved until it fits into memory. Raises UserError if it cannot run for another reason.
+    Its micro-batch is halved until it fits into memory, also while the rung before waits. Raises UserError if it cannot
+    run for another reason.
     """
     B = first_micro_batch(config, device)
     while True:
         rung, _ = turn_off_unavailable(with_rungs(config, [], B), Distributed(0, 1, device))
         timed, row = measure(rung, 1, results, f"00_baseline_B{B}", config.ladder_seconds, config.ladder_steps)
-        if timed:
+        if timed and (B == 1 or leaves_room(rung, row, device)):
             return rung, timed, row
-        if row["reason"] != OUT_OF_MEMORY or B == 1:
+        if timed:
+            timed.close()
+        elif row["reason"] != OUT_OF_MEMORY or B == 1:
             raise UserError(f"the first rung does not run: {row['reason']}")  # a mistake in the flags fails every rung
         B //= 2
+
+
+def leaves_room(rung, row, device):
+    """Whether a GPU has room for a rung's peak and for the weights and optimizer states of one that waits. row: the
+    rung's result."""
+    if device.type != "cuda":
+        return True
+    sized = replace(rung, **{name: row["facts"][name] for name in ("n_layer", "n_embd", "seq_len")})
+    waiting = 4 * params_of_rank(sized) + bytes_of_states(sized)
+    return row["peak_gb"] * 2**30 + waiting < FULL * torch.cuda.get_device_properties(device).total_memory
 
 
 def first_micro_batch(config, device):

@@ -218,6 +218,16 @@ def test_the_first_micro_batch_is_halved_until_it_fits(canned, monkeypatch):
     assert [r["status"] for r in rows] == ["done", "done"]
 
 
+def test_the_first_micro_batch_leaves_room_for_the_rung_that_waits(monkeypatch):
+    """An 80 GB GPU, and 16 layers of width 2,048: weights and AdamW's moments take 10.2 GB."""
+    total = types.SimpleNamespace(total_memory=80 * 2**30)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: total)
+    rung = Config(n_layer=16, n_head=32, n_embd=2048, seq_len=2048)
+    row = done(rung, 1000.0)
+    for peak, device, fits in ((63, "cuda", True), (64, "cuda", False), (70, "cpu", True)):
+        assert ladder.leaves_room(rung, row | dict(peak_gb=peak), torch.device(device)) == fits
+
+
 def test_a_rung_that_does_not_fit_or_fails_is_left_out(canned, capsys):
     """The rungs after it climb on without it; a failure also ends the ladder with an error, at its end."""
 
@@ -264,7 +274,9 @@ def test_a_gpu_without_bf16_and_tf32(canned, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla T4")
-    rows = canned(lambda config: done(config, 1000.0), device="auto", rungs="tf32,bf16,bf16_residual,accumulation,ddp")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: types.SimpleNamespace(total_memory=2**34))
+    flags = dict(device="auto", rungs="tf32,bf16,bf16_residual,accumulation,ddp", n_layer=2, n_embd=32)
+    rows = canned(lambda config: done(config, 1000.0), **flags)
     assert [(r["rung"], r["status"], r.get("reason")) for r in rows[1:]] == [
         ("+ tf32", "skipped", "tf32 is off: Tesla T4 is older than Ampere"),
         ("+ autocast fp16", "done", None),
