@@ -289,7 +289,7 @@ def test_a_gpu_without_bf16_and_tf32(canned, monkeypatch):
 def test_the_first_micro_batch_divides_the_batch():
     gpu = torch.device("cuda")
     assert (
-        ladder.first_micro_batch(Config(), gpu) == 16 and ladder.first_micro_batch(Config(), torch.device("cpu")) == 1
+        ladder.first_micro_batch(Config(), gpu) == 32 and ladder.first_micro_batch(Config(), torch.device("cpu")) == 1
     )
     assert ladder.first_micro_batch(DEMO, gpu) == 8  # of 1,024 tokens in sequences of 128
     assert ladder.first_micro_batch(Config(micro_batch_size=4), gpu) == 4
