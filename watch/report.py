@@ -9,13 +9,12 @@ import common.interrupt  # first: Ctrl-C during the other imports
 
 import base64
 import statistics
-import string
 import time
 from dataclasses import dataclass
-from html import escape
 from pathlib import Path
 from typing import Annotated
 
+import jinja2
 import tyro
 
 from checkpoints.run_folder import checkpoints_of, facts_of
@@ -51,7 +50,10 @@ class Flags:
 def write(folder):
     """Write curves.png and report.html: the report's path. Raises UserError for a run that cannot be read, OSError."""
     rows, facts = curves.read_rows(folder), facts_of(folder)
-    evaluations, behind, samples = {}, {}, []
+    tiles, evaluations, behind, samples = {}, {}, {}, []
+    for metric, (label, text) in TILES.items():
+        if found := [row[metric] for row in rows if row.get(metric) is not None]:
+            tiles[label] = text.format(last=found[-1], median=statistics.median(found))
     for row in rows:
         if "samples" in row:
             samples = row["samples"]  # those of the last time
@@ -59,58 +61,30 @@ def write(folder):
             evaluations.setdefault(row["step"], {}).update(row)
         elif "slowest_rank" in row:
             behind.setdefault(row["slowest_rank"], []).append(row["slowest_behind"])
-    ranks = [{"slowest rank": rank, "steps": len(behind[rank]), "behind": max(behind[rank])} for rank in sorted(behind)]
-    image = base64.b64encode(curves.draw([folder]).read_bytes()).decode()
-    known = {name: facts[name] for name in FACTS.split() if facts.get(name) is not None}
-    sections = {
-        "Curves": f'<div class="wide"><img alt="Curves" src="data:image/png;base64,{image}"></div>',
-        "Command": preformatted(facts.get("command", "")),
-        "Run": definitions(known) + f"<details><summary>All flags and facts</summary>{definitions(facts)}</details>",
-        "Evaluations": table(list(evaluations.values())),
-        "Rollbacks": table(facts.get("rollbacks", [])),
-        "Samples of the model": "".join(map(preformatted, samples)),
-        "Slowest ranks, largest fraction behind the others": table(ranks),
-        "Checkpoints": preformatted("\n".join(map(str, checkpoints_of(folder)))),
-    }
-    body = tiles(rows) + "".join(f"<h2>{name}</h2>{text}" for name, text in sections.items() if text)
-    state = f"{'finished' if facts.get('finished') else 'not finished'} at {time.strftime('%Y-%m-%d %H:%M %Z')}"
-    page = string.Template(PAGE.read_text()).substitute(title=escape(folder.resolve().name), state=state, body=body)
+    environment = jinja2.Environment(autoescape=True)
+    environment.filters["shown"] = shown
+    page = environment.from_string(PAGE.read_text()).render(
+        title=folder.resolve().name,
+        time=time.strftime("%Y-%m-%d %H:%M %Z"),
+        tiles=tiles,
+        image=base64.b64encode(curves.draw([folder]).read_bytes()).decode(),
+        facts=facts,
+        known={name: facts[name] for name in FACTS.split() if facts.get(name) is not None},
+        evaluations=list(evaluations.values()),
+        samples=samples,
+        ranks=[{"slowest rank": r, "steps": len(behind[r]), "behind": max(behind[r])} for r in sorted(behind)],
+        checkpoints=checkpoints_of(folder),
+    )
     path = folder / "report.html"
     with atomic_write(path) as file:
         file.write(page.encode(errors="replace"))
     return path
 
 
-def tiles(rows):
-    boxes = ""
-    for metric, (label, text) in TILES.items():
-        if found := [row[metric] for row in rows if row.get(metric) is not None]:
-            number = text.format(last=found[-1], median=statistics.median(found))
-            boxes += f"<div><b>{number}</b>{label}</div>"
-    return f'<div class="tiles">{boxes}</div>'
-
-
 def shown(value):
-    """A value as HTML: large numbers with separators, fractions with five digits."""
+    """A value as text: large numbers with separators, fractions with five digits."""
     large = type(value) is int and value >= 10_000
-    return f"{value:,}" if large else f"{value:.5g}" if isinstance(value, float) else escape(word(value))
-
-
-def preformatted(text):
-    return f"<pre>{escape(text.strip())}</pre>" if text.strip() else ""
-
-
-def definitions(values):
-    pairs = (f"<div><dt>{escape(name)}</dt><dd>{shown(value)}</dd></div>" for name, value in values.items())
-    return f"<dl>{''.join(pairs)}</dl>"
-
-
-def table(rows):
-    """An HTML table of dictionaries: a column for each of their keys. Without rows nothing."""
-    names = list(dict.fromkeys(name for row in rows for name in row))
-    head = "".join(f"<th>{escape(name)}</th>" for name in names)
-    lines = ("".join(f"<td>{shown(row.get(name, ''))}</td>" for name in names) for row in rows)
-    return f'<div class="wide"><table><tr>{head}</tr><tr>{"</tr><tr>".join(lines)}</tr></table></div>' if rows else ""
+    return f"{value:,}" if large else f"{value:.5g}" if isinstance(value, float) else word(value)
 
 
 def main():

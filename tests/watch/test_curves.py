@@ -147,7 +147,7 @@ def test_the_report_is_one_file_with_everything(tmp_path, call_main):
     for part in (
         "<h1>a &amp; b</h1>",
         "not finished",
-        "--lr &#x27;&lt;b&gt;&#x27;",
+        "--lr &#39;&lt;b&gt;&#39;",
         "&lt;script&gt;$title {body} &amp;",
     ):
         assert part in page, part
