@@ -14,7 +14,7 @@ from common.device import missing_package
 def missing(device):
     """Why a device cannot run CUDA C++, or None."""
     if device.type != "cuda" or torch.version.hip:
-        return f"it is for NVIDIA GPUs, not {'AMD' if device.type == 'cuda' else device.type}"
+        return f"CUDA C++ is for NVIDIA GPUs, not {'AMD' if device.type == 'cuda' else device.type}"
     return missing_package("cuda.core")
 
 

@@ -54,7 +54,7 @@ def test_it_measures_the_levels_of_the_device(command, call_main, tmp_path):
         seconds = 1e-3 * (result["forward_ms"] + result["backward_ms"])
         assert result["rate"] * 1e9 * seconds == pytest.approx(moved)
     table = (folder / "kernels.md").read_text()
-    assert "| gelu | cuda | skipped: it is for NVIDIA GPUs, not cpu |" in table and "float32" in table
+    assert "| gelu | cuda | skipped: CUDA C++ is for NVIDIA GPUs, not cpu |" in table and "float32" in table
     expect_error(call_main("measure/kernels.py", *SMALL, "--kernel", "layer_norm", "--levels", "cuda"), "no operation")
 
 

@@ -36,4 +36,4 @@ def test_products(name):
 
 
 def test_it_needs_an_nvidia_gpu(call_main):
-    expect_error(call_main("measure/matmul.py", "--device", "cpu"), "it is for NVIDIA GPUs, not cpu")
+    expect_error(call_main("measure/matmul.py", "--device", "cpu"), "CUDA C++ is for NVIDIA GPUs, not cpu")
