@@ -137,15 +137,15 @@ def cards():
     return markdown(CARD, [load(f"cards/{path.stem}") | dict(name=path.stem) for path in paths])
 
 
-def machines():
-    """The machines of measure/hardware.py, and what was measured on two of them."""
+def hardware_table():
+    """The GPUs of measure/hardware.py, and what was measured on two of them."""
     cards = {"H100 SXM": "h100", "H200 SXM": "h200"}
-    measured = {machine: f"{load(f'cards/{name}')['tokens_per_second']:,}" for machine, name in cards.items()}
-    rows = [row | dict(measured=measured.get(row["machine"], "")) for row in hardware.rows()]
+    measured = {card: f"{load(f'cards/{name}')['tokens_per_second']:,} here" for card, name in cards.items()}
+    rows = [row | dict(published=measured.get(row["GPU"], row["published"])) for row in hardware.rows()]
     return markdown({name: f"{{{name}}}" for name in rows[0]}, rows)
 
 
-SPECIAL = dict(ladder=ladder, optimizations=optimizations, cards=cards, machines=machines)
+SPECIAL = dict(ladder=ladder, optimizations=optimizations, cards=cards, hardware=hardware_table)
 
 if __name__ == "__main__":
     run(main)

@@ -1,4 +1,4 @@
-"""Machines by their data sheets, and the speed of GPT-2 124M's step on them by the roofline model.
+"""GPUs by their data sheets, and the speed of GPT-2 124M's step on them by the roofline model.
 
     python -m measure.hardware
 
@@ -19,70 +19,60 @@ from watch.hardware import PEAK_TFLOPS
 
 @dataclass
 class Flags:
-    """Print machines with their peaks, memory, links, and tokens/sec of GPT-2 124M: computed and published."""
+    """Print GPUs with their peaks, memory, links, and tokens/sec of GPT-2 124M: computed and published."""
 
 
 @dataclass(frozen=True)
-class Machine:
-    """A GPU, or a machine of several, by NVIDIA's data sheets and white papers; rates without sparsity."""
+class Card:
+    """A GPU by NVIDIA's data sheets and white papers; rates without sparsity."""
 
+    gpu: str  # in PEAK_TFLOPS, the 16-bit peaks
     name: str
-    gpu: str  # in PEAK_TFLOPS, whose 16-bit peak is that of tensor cores with float32 accumulation
-    fp32: float  # TFLOP/s outside tensor cores, as all below of one GPU
+    fp32: float  # TFLOP/s outside tensor cores
     tf32: float | None
     fp8: float | None
     memory: int  # GB, as sold
     bandwidth: int  # GB/s
     link: int  # GB/s of NVLink or PCIe, both directions together
-    gpus: int = 1
 
 
-MACHINES = (
-    Machine("T4", "T4", 8.1, None, None, 16, 320, 32),
-    Machine("V100 SXM2", "V100", 15.7, None, None, 32, 900, 300),
-    Machine("DGX-2, 16 × V100", "V100", 15.7, None, None, 32, 900, 300, gpus=16),
-    Machine("RTX 4090", "RTX 4090", 82.6, 82.6, 330.3, 24, 1008, 64),
-    Machine("A100 SXM", "A100", 19.5, 156, None, 80, 2039, 600),
-    Machine("8 × A100", "A100", 19.5, 156, None, 80, 2039, 600, gpus=8),
-    Machine("H100 SXM", "H100", 67, 494.7, 1978.9, 80, 3350, 900),
-    Machine("H200 SXM", "H200", 67, 494.7, 1978.9, 141, 4800, 900),
+CARDS = (
+    Card("T4", "T4", 8.1, None, None, 16, 320, 32),
+    Card("V100", "V100 SXM2, 16 in a DGX-2", 15.7, None, None, 32, 900, 300),
+    Card("RTX 4090", "RTX 4090", 82.6, 82.6, 330.3, 24, 1008, 64),
+    Card("A100", "A100 SXM", 19.5, 156, None, 80, 2039, 600),
+    Card("H100", "H100 SXM", 67, 494.7, 1978.9, 80, 3350, 900),
+    Card("H200", "H200 SXM", 67, 494.7, 1978.9, 141, 4800, 900),
 )
-# {machine: (tokens/sec, whose)}
-PUBLISHED = {
-    # https://github.com/mosaicml/llm-foundry/tree/main/scripts/train/benchmarking: T = 1,024, one of 8, 43.15% MFU
-    "A100 SXM": (156_468, "MPT-125M"),
-    # https://github.com/karpathy/llm.c/discussions/481: 10B tokens in 90 minutes
-    "8 × A100": (1_850_000, "llm.c"),
-}
+# Of each of 8 A100s, T = 1,024: https://github.com/mosaicml/llm-foundry/tree/main/scripts/train/benchmarking, 43.15%
+# MFU; https://github.com/karpathy/llm.c/discussions/481, 10B tokens in 90 minutes
+PUBLISHED = {"A100": "156,468 MPT-125M, 231,000 llm.c"}
 # Milliseconds of 524,288 tokens on an H200, 872 in all (dev/records/profile.json), scaled to today's 841
 TODAY = 841 / 872
 COMPUTING = TODAY * (593.1 + 149.3)  # GEMMs and attention, whose roof is the peak: 66% and 23% of it
 MOVING = TODAY * (48.5 + 33.7 + 24.9 + 5.3 + 1.5)  # the other kernels, whose roof is the bandwidth: 55 to 69%
 IDLE = TODAY * 15.4
 TOKENS = 524_288
-SCALING = 0.965  # of several GPUs: ddp on four H200s (docs/scaling.md)
 
 
-def tokens_per_second(machine):
+def tokens_per_second(card):
     """Of GPT-2 124M's default step, T = 1,024, by the roofline model."""
-    peak, bandwidth = PEAK_TFLOPS["H200"] / PEAK_TFLOPS[machine.gpu], 4800 / machine.bandwidth
-    rate = 1000 * TOKENS / (COMPUTING * peak + MOVING * bandwidth + IDLE)
-    return rate * machine.gpus * (SCALING if machine.gpus > 1 else 1)
+    peak, bandwidth = PEAK_TFLOPS["H200"] / PEAK_TFLOPS[card.gpu], 4800 / card.bandwidth
+    return 1000 * TOKENS / (COMPUTING * peak + MOVING * bandwidth + IDLE)
 
 
 def rows():
-    """The machines as {column: text}."""
-    for machine in MACHINES:
-        peaks = (machine.fp32, machine.tf32, PEAK_TFLOPS[machine.gpu], machine.fp8)
-        rate, whose = PUBLISHED.get(machine.name, ("", ""))
+    """The cards as {column: text}."""
+    for card in CARDS:
+        peaks = {"fp32": card.fp32, "TF32": card.tf32, "16 bits": PEAK_TFLOPS[card.gpu], "fp8": card.fp8}
         yield {
-            "machine": machine.name,
-            **{name: f"{peak:g}" if peak else "" for name, peak in zip(("fp32", "TF32", "16 bits", "fp8"), peaks)},
-            "GB": str(machine.memory),
-            "GB/s": f"{machine.bandwidth:,}",
-            "link": str(machine.link),
-            "computed": f"{round(tokens_per_second(machine), -3):,.0f}",
-            "published": rate and f"{rate:,} ({whose})",
+            "GPU": card.name,
+            **{name: f"{peak:g}" if peak else "" for name, peak in peaks.items()},
+            "GB": str(card.memory),
+            "GB/s": f"{card.bandwidth:,}",
+            "link": str(card.link),
+            "computed": f"{round(tokens_per_second(card), -3):,.0f}",
+            "published": PUBLISHED.get(card.gpu, ""),
         }
 
 
@@ -90,7 +80,7 @@ def main():
     parse(Flags)
     table = [*rows()]
     print(markdown_table(table[0], [[*row.values()] for row in table]))
-    print("\nTFLOP/s, GB and GB/s of one GPU; tokens/sec of GPT-2 124M on the machine, computed and published.")
+    print("\nTFLOP/s; GB; GB/s of memory and link; tokens/sec of GPT-2 124M, computed and published.")
 
 
 if __name__ == "__main__":
