@@ -16,7 +16,8 @@ from sample import sample_in_training
 def evaluate_if_due(run, stop):
     """Validation, HellaSwag and samples, each when its flag says so and after the last step. A collective.
 
-    run: train_gpt2.Run. Raises Stopped, on all ranks, if any rank received a signal: nothing unfinished is logged.
+    run: train_gpt2.Run. Raises Stopped, on all ranks, if any rank received a signal before the samples, which are
+    short: nothing unfinished is logged.
     """
     trainer, log, step, tokens = run.trainer, run.log, run.step, run.tokens
     config, distributed, model = trainer.config, trainer.distributed, trainer.model
@@ -43,7 +44,7 @@ def evaluate_if_due(run, stop):
             log.tasks(step, tokens, scores, time.perf_counter() - began)
     if step > 0 and due(config.sample_every):
         with gathered(model, config), trainer.autocast:
-            texts = sample_in_training(model, config.seed, distributed, stop)
+            texts = sample_in_training(model, config.seed, distributed)
         if log:
             log.samples(step, tokens, texts)
 

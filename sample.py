@@ -5,7 +5,6 @@ python sample.py gpt2 --prompt "$(cat story.txt)"
 """
 
 import common.interrupt  # first: Ctrl-C during the other imports
-from common.interrupt import Stopped
 
 from dataclasses import dataclass
 from typing import Annotated, Literal
@@ -65,11 +64,11 @@ def generate(model, tokens, max_new_tokens, **options):
         tokens = torch.cat((tokens, new), dim=1)
 
 
-def sample(model, prompt, count, max_new_tokens, seed=42, stop=None, top_k=50, **options):
+def sample(model, prompt, count, max_new_tokens, seed=42, top_k=50, **options):
     """Generate `count` texts that begin with the prompt and end before <|endoftext|>: a list of strings.
 
     An empty prompt starts a new document, as <|endoftext|> in a prompt does. The same seed gives the same tokens on the
-    same device. options: draw_token's. Raises Stopped after stop, a StopSignal, has received a signal.
+    same device. options: draw_token's.
     """
     device = next(model.parameters()).device
     generator = torch.Generator(device).manual_seed(seed)
@@ -82,33 +81,23 @@ def sample(model, prompt, count, max_new_tokens, seed=42, stop=None, top_k=50, *
         ended |= tokens == END_OF_TEXT
         if ended.all():
             break
-        if stop and stop.requested:
-            raise Stopped
     rows = torch.cat(columns, dim=1).tolist()
     rows = [row[: row.index(END_OF_TEXT)] if END_OF_TEXT in row else row for row in rows]
     return [prompt + get_tokenizer().decode(row) for row in rows]
 
 
-def sample_in_training(model, seed, distributed, stop=None):
+def sample_in_training(model, seed, distributed):
     """Four short texts, or the reason why there are none: a list of strings. A collective.
 
-    Rank 0 computes them, with the ranks that its model is split over. Raises Stopped, on all ranks, if a signal stopped
-    rank 0.
+    Rank 0 computes them, with the ranks that its model is split over.
     """
     texts = None
     if distributed.data_context_rank == 0:
-        if distributed.model_size > 1:
-            stop = None  # one rank must not stop alone: the training loop stops after the samples
         try:
-            texts = sample(model, PROMPT, count=4, max_new_tokens=24, seed=seed, stop=stop)
+            texts = sample(model, PROMPT, count=4, max_new_tokens=24, seed=seed)
         except UserError as error:  # the logits are not finite; MAX_BAD_STEPS decides when the run stops
             texts = [f"({error})"]
-        except Stopped:
-            pass  # texts stays None, which tells all ranks
-    texts = distributed.broadcast(texts)
-    if texts is None:
-        raise Stopped
-    return texts
+    return distributed.broadcast(texts)
 
 
 @dataclass

