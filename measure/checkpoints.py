@@ -100,10 +100,10 @@ def measure_saving(name, mode, folder, distributed, group):
     sharded = pieces.has_dtensors(model)
     save.snapshot(model, optimizer, distributed)  # allocates page-locked memory
     snapshot, tensors = timed(distributed, lambda: save.snapshot(model, optimizer, distributed))
-    writes = distributed.is_main or sharded
-    write, _ = timed(distributed, lambda: writes and save.write(folder, model, tensors, {}, group if sharded else None))
+    write = partial(save.write, folder, model, tensors, {}, group if sharded else None)
+    seconds, _ = timed(distributed, write if distributed.is_main or sharded else lambda: None)
     sizes = [path.stat().st_size for path in folder.glob("*.safetensors")]
-    return dict(gb=sum(sizes) / 2**30, files=len(sizes), snapshot=snapshot, write=write)
+    return dict(gb=sum(sizes) / 2**30, files=len(sizes), snapshot=snapshot, write=seconds)
 
 
 def measure_loading(name, mode, folder, distributed):

@@ -22,28 +22,17 @@ class Flags:
     """Print GPUs with their peaks, memory, links, and tokens/sec of GPT-2 124M: computed and published."""
 
 
-@dataclass(frozen=True)
-class Card:
-    """A GPU by NVIDIA's data sheets and white papers; rates without sparsity."""
-
-    gpu: str  # in PEAK_TFLOPS, the 16-bit peaks
-    name: str
-    fp32: float  # TFLOP/s outside tensor cores
-    tf32: float | None
-    fp8: float | None
-    memory: int  # GB, as sold
-    bandwidth: int  # GB/s
-    link: int  # GB/s of NVLink or PCIe, both directions together
-
-
-CARDS = (
-    Card("T4", "T4", 8.1, None, None, 16, 320, 32),
-    Card("V100", "V100 SXM2, 16 in a DGX-2", 15.7, None, None, 32, 900, 300),
-    Card("RTX 4090", "RTX 4090", 82.6, 82.6, 330.3, 24, 1008, 64),
-    Card("A100", "A100 SXM", 19.5, 156, None, 80, 2039, 600),
-    Card("H100", "H100 SXM", 67, 494.7, 1978.9, 80, 3350, 900),
-    Card("H200", "H200 SXM", 67, 494.7, 1978.9, 141, 4800, 900),
-)
+# By NVIDIA's data sheets and white papers, SXM, without sparsity: TFLOP/s of float32 outside tensor cores, of TF32, of
+# 8 bits; GB; GB/s of memory; GB/s of NVLink or PCIe, both directions together
+CARDS = {
+    "T4": (8.1, None, None, 16, 320, 32),
+    "V100": (15.7, None, None, 32, 900, 300),
+    "RTX 4090": (82.6, 82.6, 330.3, 24, 1008, 64),
+    "A100": (19.5, 156, None, 80, 2039, 600),
+    "H100": (67, 494.7, 1978.9, 80, 3350, 900),
+    "H200": (67, 494.7, 1978.9, 141, 4800, 900),
+}
+NAMES = {"V100": "V100, 16 in a DGX-2"}
 # Of each of 8 A100s, T = 1,024: https://github.com/mosaicml/llm-foundry/tree/main/scripts/train/benchmarking, 43.15%
 # MFU; https://github.com/karpathy/llm.c/discussions/481, 10B tokens in 90 minutes
 PUBLISHED = {"A100": "156,468 MPT-125M, 231,000 llm.c"}
@@ -55,24 +44,23 @@ IDLE = TODAY * 15.4
 TOKENS = 524_288
 
 
-def tokens_per_second(card):
+def tokens_per_second(gpu):
     """Of GPT-2 124M's default step, T = 1,024, by the roofline model."""
-    peak, bandwidth = PEAK_TFLOPS["H200"] / PEAK_TFLOPS[card.gpu], 4800 / card.bandwidth
+    peak, bandwidth = PEAK_TFLOPS["H200"] / PEAK_TFLOPS[gpu], CARDS["H200"][4] / CARDS[gpu][4]
     return 1000 * TOKENS / (COMPUTING * peak + MOVING * bandwidth + IDLE)
 
 
 def rows():
     """The cards as {column: text}."""
-    for card in CARDS:
-        peaks = {"fp32": card.fp32, "TF32": card.tf32, "16 bits": PEAK_TFLOPS[card.gpu], "fp8": card.fp8}
+    for gpu, (fp32, tf32, fp8, memory, bandwidth, link) in CARDS.items():
+        numbers = {"fp32": fp32, "TF32": tf32, "16 bits": PEAK_TFLOPS[gpu], "fp8": fp8, "GB": memory}
         yield {
-            "GPU": card.name,
-            **{name: f"{peak:g}" if peak else "" for name, peak in peaks.items()},
-            "GB": str(card.memory),
-            "GB/s": f"{card.bandwidth:,}",
-            "link": str(card.link),
-            "computed": f"{round(tokens_per_second(card), -3):,.0f}",
-            "published": PUBLISHED.get(card.gpu, ""),
+            "GPU": NAMES.get(gpu, gpu),
+            **{name: f"{number:g}" if number else "" for name, number in numbers.items()},
+            "GB/s": f"{bandwidth:,}",
+            "link": str(link),
+            "computed": f"{round(tokens_per_second(gpu), -3):,.0f}",
+            "published": PUBLISHED.get(gpu, ""),
         }
 
 

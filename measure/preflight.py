@@ -32,10 +32,7 @@ from watch.hardware import answer, ask_nvidia_smi, environment, peak_flops
 
 COLUMNS = ("rank", "GEMM TFLOP/s", "copy GB/s", "pairs GB/s", "slowest pair", "MHz", "of MHz", "°C")
 RATES = dict(gemm="its GEMMs are", copy="its copies in memory are", pairs="its all-reduces with one other rank are")
-NOTE = (
-    "Pairs: the mean bandwidth of all-reduces with each of the other ranks; the slowest of them. Clock and temperature "
-    "are those during GEMMs."
-)
+NOTE = "Pairs: the mean of all-reduces with each other rank, and the slowest. Clock and temperature: during GEMMs."
 
 
 @dataclass
@@ -60,7 +57,7 @@ def main():
     facts = environment(distributed.device)
     results = distributed.on_main(lambda: Results(flags, "preflight", distributed.device, COLUMNS))
     name = f"{facts['hardware']} {distributed.device.index or 0} of {platform.node()}"
-    own = check(distributed, flags.seconds) | dict(name=name, hardware=facts["hardware"], start=start)
+    own = check(distributed, flags) | dict(name=name, hardware=facts["hardware"], start=start)
     rows = [own] * distributed.world_size
     if dist.is_initialized():
         dist.all_gather_object(rows, own)
@@ -83,7 +80,7 @@ def seconds_since_start():
     return time.process_time()
 
 
-def check(distributed, seconds):
+def check(distributed, flags):
     """This rank's rates and their peaks, a sum over the bits of a GEMM's result, and what its driver reports.
 
     A collective. Returns dict(gemm=, copy=, pairs=, peaks=, partners=, bits=, driver=); pairs is the mean of partners.
@@ -95,14 +92,14 @@ def check(distributed, seconds):
     a, b = (torch.randn(n, n).to(device, dtype) for _ in range(2))
     product = torch.empty_like(a)
     gemm = partial(torch.mm, a, b, out=product)
-    rate_of(device, gemm, 2 * n**3, seconds)  # the GPU warms up
+    rate_of(device, gemm, 2 * n**3, flags.seconds)  # the GPU warms up
     asked = ask_nvidia_smi(device, ["-q", "-x"])  # answers during the GEMMs
     distributed.all_reduce(0)  # the ranks begin together
-    rates = dict(gemm=rate_of(device, gemm, 2 * n**3, seconds) / 1e12)
+    rates = dict(gemm=rate_of(device, gemm, 2 * n**3, flags.seconds) / 1e12)
     source = torch.ones(2**30 if gpu else 2**24, dtype=torch.int8, device=device)
     copy = partial(torch.empty_like(source).copy_, source)
-    rates["copy"] = rate_of(device, copy, 2 * source.nbytes, seconds) / 1e9  # each byte is read and written
-    partners = rates_of_pairs(distributed)
+    rates["copy"] = rate_of(device, copy, 2 * source.nbytes, flags.seconds) / 1e9  # each byte is read and written
+    partners = rates_of_pairs(distributed, flags.repeats)
     rates["pairs"] = statistics.fmean(partners.values() or [0])
     rates["peaks"] = dict(gemm=peak_flops(device) / 1e12, copy=memory_bandwidth(device) or 0)
     rates["bits"] = product.view(torch.int16).sum().item()
@@ -121,7 +118,7 @@ def rate_of(device, function, amount, seconds):
     return 1e3 * amount / mean_ms(device, function, count)
 
 
-def rates_of_pairs(distributed, count=20):
+def rates_of_pairs(distributed, count):
     """{other rank: GB/s of an all-reduce with it alone}; pairs without a common rank all-reduce at the same time."""
     values = torch.zeros(2**24 if distributed.device.type == "cuda" else 2**18, device=distributed.device)
     rates = {}

@@ -45,11 +45,8 @@ def trace(config, distributed, folder):
     last of them trace.json.gz, of all ranks, and profile.json, of rank 0, are written to the run's folder, and rank 0's
     table is printed.
     """
-    tracer = (
-        MemorySnapshot(config.memory_snapshot, folder)
-        if config.memory_snapshot
-        else start(config.profile, distributed, folder)
-    )
+    snapshot = config.memory_snapshot
+    tracer = MemorySnapshot(snapshot, folder) if snapshot else start(config.profile, distributed, folder)
     try:
         yield tracer
     finally:
