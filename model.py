@@ -78,7 +78,7 @@ class CausalSelfAttention(nn.Module):
         if self.attention == "triton" and past is None and documents.hidden is None and documents.offsets is None:
             from kernels.flash_triton import flash_triton
 
-            return self.c_proj(flash_triton(qkv, n_head)[0])
+            return self.c_proj(flash_triton(qkv.contiguous(), n_head)[0])
         # mask_documents: no score between two documents is computed
         if documents.offsets is not None:
             from torch.nn.attention.varlen import varlen_attn  # imports the compiler, a second

@@ -28,16 +28,14 @@ def machine_code(source, name, capability):
 
 @functools.cache
 def kernel(source, name):
-    """A kernel as a function of the present GPU: launch(blocks, threads, *arguments), blocks and threads in x, y and z;
+    """A kernel as a function of the present GPU: run(blocks, threads, *arguments), blocks and threads in x, y and z;
     arguments are tensors, and integers for C++'s int."""
-    from cuda.core import LaunchConfig, Stream
-    from cuda.core import launch as launch_on
+    from cuda.core import LaunchConfig, launch
 
     function = machine_code(source, name, torch.cuda.get_device_capability()).get_kernel(name)
 
-    def launch(blocks, threads, *arguments):
-        stream = Stream.from_handle(torch.cuda.current_stream().cuda_stream)
+    def run(blocks, threads, *arguments):
         values = [x.data_ptr() if isinstance(x, torch.Tensor) else np.int32(x) for x in arguments]
-        launch_on(stream, LaunchConfig(grid=blocks, block=threads), function, *values)
+        launch(torch.cuda.current_stream(), LaunchConfig(grid=blocks, block=threads), function, *values)
 
-    return launch
+    return run
