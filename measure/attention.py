@@ -25,8 +25,8 @@ from model import causal_attention
 from watch.hardware import peak_flops
 
 LENGTHS = tuple(512 * 2**i for i in range(7))
-# Backends of F.scaled_dot_product_attention. PyTorch's own FlashAttention is version 2. Besides these: flash4, cuDNN's
-# forward with FlashAttention-4's backward.
+# Backends of F.scaled_dot_product_attention. PyTorch's own FlashAttention is version 2. Besides these: triton, and
+# flash4, cuDNN's forward with FlashAttention-4's backward.
 SDPA = dict(
     efficient=SDPBackend.EFFICIENT_ATTENTION,
     FlashAttention=SDPBackend.FLASH_ATTENTION,

@@ -174,7 +174,7 @@ def check(flags, device, name, level):
         result.backward(gradient)
         expected.backward(gradient.double())
         pairs += [(leaf.grad, other.grad) for leaf, other in zip(leaves, exact)]
-    rounding = 1e-5 if leaves[0].dtype == torch.float32 else 2e-2
+    rounding = 1e-5 if leaves[0].dtype == torch.float32 else 5e-2
     for found, expected in pairs:
         atol = rounding * expected.abs().max().item()
         torch.testing.assert_close(found.double(), expected, rtol=rounding, atol=atol)
