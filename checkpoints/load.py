@@ -32,12 +32,8 @@ def newest(folder, distributed):
 
     def look():
         found = checkpoints_of(folder)
-        for path in found:
-            try:
-                verify(path)
-                return path.name
-            except UserError as error:
-                print(f"{error}: not used")
+        if path := first_intact(found):
+            return path.name
         if found:
             raise UserError(
                 f"every checkpoint in {folder} is damaged: choose another --run_name (--init_from loads weights only)"
@@ -45,6 +41,16 @@ def newest(folder, distributed):
 
     name = distributed.broadcast(distributed.on_main(look))
     return name and Path(folder) / name
+
+
+def first_intact(folders):
+    """The first undamaged one of checkpoints, or None. Prints each damaged one before it."""
+    for path in folders:
+        try:
+            verify(path)
+            return path
+        except UserError as error:
+            print(f"{error}: not used")
 
 
 def read_training(folder, **fields):

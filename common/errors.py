@@ -97,8 +97,8 @@ PEER_IS_GONE = ("Connection closed by peer", "Connection reset by peer", "Broken
 
 
 def run(main):
-    """Call main(). A UserError, a full disk, a useless compile cache or another rank's end prints one line on standard
-    error and ends with exit code 1, Ctrl-C with 130."""
+    """Call main(). A UserError, a disk that is full or read-only, a useless compile cache or another rank's end prints
+    one line on standard error and ends with exit code 1, Ctrl-C with 130."""
     while (spare := os.open(os.devnull, os.O_RDWR)) < 3:
         pass  # the caller closed a standard stream, as >&- does: no other file may get its number
     os.close(spare)
@@ -127,7 +127,7 @@ def run(main):
                 raise
             error = f"another rank has ended ({sign}): its own output, or torchrun's summary, says why"
         elif isinstance(error, OSError):
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            if error.errno not in (errno.EACCES, errno.EDQUOT, errno.ENOSPC, errno.EROFS):
                 raise
             error = f"cannot write {error.filename or 'a file'}: {error.strerror}"
         rank = os.environ.get("RANK", "0")

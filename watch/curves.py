@@ -183,11 +183,7 @@ def draw(folders):
 
 
 def main():
-    folders = [Path(name) for name in parse(Flags).runs]
-    try:
-        print(draw(folders))
-    except OSError as error:
-        raise UserError(f"cannot write {error.filename}: {error.strerror}") from error
+    print(draw([Path(name) for name in parse(Flags).runs]))
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ import tyro
 
 from checkpoints.run_folder import checkpoints_of, facts_of
 from common.cli import parse
-from common.errors import UserError, run, word
+from common.errors import run, word
 from common.files import atomic_write
 from watch import curves
 
@@ -50,7 +50,7 @@ class Flags:
 def write(folder):
     """Write curves.png and report.html: the report's path. Raises UserError for a run that cannot be read, OSError."""
     rows, facts = curves.read_rows(folder), facts_of(folder)
-    tiles, evaluations, behind, samples = {}, {}, {}, []
+    tiles, evaluations, samples = {}, {}, []
     for metric, (label, text) in TILES.items():
         if found := [row[metric] for row in rows if row.get(metric) is not None]:
             tiles[label] = text.format(last=found[-1], median=statistics.median(found))
@@ -59,8 +59,6 @@ def write(folder):
             samples = row["samples"]  # those of the last time
         elif "train_loss" not in row:  # validation and multiple choice have rows of their own
             evaluations.setdefault(row["step"], {}).update(row)
-        elif "slowest_rank" in row:
-            behind.setdefault(row["slowest_rank"], []).append(row["slowest_behind"])
     environment = jinja2.Environment(autoescape=True)
     environment.filters["shown"] = shown
     page = environment.from_string(PAGE.read_text()).render(
@@ -72,7 +70,6 @@ def write(folder):
         known={name: facts[name] for name in FACTS.split() if facts.get(name) is not None},
         evaluations=list(evaluations.values()),
         samples=samples,
-        ranks=[{"slowest rank": r, "steps": len(behind[r]), "behind": max(behind[r])} for r in sorted(behind)],
         checkpoints=checkpoints_of(folder),
     )
     path = folder / "report.html"
@@ -88,10 +85,7 @@ def shown(value):
 
 
 def main():
-    try:
-        print(write(Path(parse(Flags).run)))
-    except OSError as error:
-        raise UserError(f"cannot write {error.filename}: {error.strerror}") from error
+    print(write(Path(parse(Flags).run)))
 
 
 if __name__ == "__main__":

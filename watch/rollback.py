@@ -11,9 +11,8 @@ import statistics
 
 import torch
 
-from checkpoints.load import read_training, verify
+from checkpoints.load import first_intact, read_training
 from checkpoints.run_folder import checkpoints_of, step_of
-from common.errors import UserError
 from optim.schedules import steps_in_time
 from watch.by_layer import print_norms
 
@@ -82,7 +81,8 @@ def go_back(run, health, tokens):
     checkpoint = None
     if len(done) < config.rollbacks:
         checkpointer.wait()
-        checkpoint = distributed.broadcast(distributed.on_main(lambda: newest_sound(checkpointer.folder, health)))
+        sound = [path for path in checkpoints_of(checkpointer.folder) if step_of(path) <= health.sound]
+        checkpoint = distributed.broadcast(distributed.on_main(lambda: first_intact(sound)))
     if not checkpoint:
         if log and not health.bad_steps:
             print(f"step {run.step:5d}/{config.max_steps} | {health.problem}: no rollback is left, training goes on")
@@ -104,18 +104,6 @@ def go_back(run, health, tokens):
         log.close(finished=False)
     distributed.all_reduce(0)  # until config.json is written, which all ranks read
     return checkpoint
-
-
-def newest_sound(folder, health):
-    """The newest undamaged checkpoint of a time when all was well."""
-    for path in checkpoints_of(folder):
-        if step_of(path) <= health.sound:
-            try:
-                verify(path)
-                return path
-            except UserError as error:
-                print(f"{error}: not used")
-    return None
 
 
 def again(flags, checkpoint):
