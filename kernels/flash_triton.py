@@ -57,7 +57,7 @@ def load(start, rows, T, stride, D: tl.constexpr):
 
 
 @triton.jit
-def forward_kernel(qkv, y, stats, scale, T, H, D: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr):
+def flash_forward(qkv, y, stats, scale, T, H, D: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr):
     """y and the log-sum-exps of BLOCK queries."""
     packed, plain, row = head_of(H, T, D)
     qkv += packed
@@ -85,10 +85,8 @@ def forward_kernel(qkv, y, stats, scale, T, H, D: tl.constexpr, BLOCK: tl.conste
 
 
 @triton.jit
-def queries_kernel(
-    qkv, y, dy, stats, deltas, dqkv, scale, T, H, D: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr
-):
-    """dq of BLOCK queries, and their δ for keys_kernel."""
+def flash_dq(qkv, y, dy, stats, deltas, dqkv, scale, T, H, D: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr):
+    """dq of BLOCK queries, and their δ for flash_dk_dv."""
     packed, plain, row = head_of(H, T, D)
     qkv += packed
     C = H * D
@@ -112,7 +110,7 @@ def queries_kernel(
 
 
 @triton.jit
-def keys_kernel(qkv, dy, stats, deltas, dqkv, scale, T, H, D: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr):
+def flash_dk_dv(qkv, dy, stats, deltas, dqkv, scale, T, H, D: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr):
     """dk and dv of BLOCK keys. Scores are transposed, (keys, queries)."""
     packed, plain, row = head_of(H, T, D)
     qkv += packed
@@ -159,7 +157,7 @@ def flash_triton(qkv: Tensor, n_head: int) -> tuple[Tensor, Tensor]:
     y (B, T, C); stats (B, H, T) float32: the log-sum-exp of each softmax in base 2, for backward.
     """
     y, stats = empty_results(qkv, n_head)
-    launch(forward_kernel, qkv, n_head, y, stats)
+    launch(flash_forward, qkv, n_head, y, stats)
     return y, stats
 
 
@@ -173,8 +171,8 @@ def empty_results(qkv, n_head):
 def flash_triton_backward(dy: Tensor, qkv: Tensor, y: Tensor, stats: Tensor, n_head: int) -> Tensor:
     """The gradient of qkv, (B, T, 3C), for dy (B, T, C) contiguous."""
     dqkv, deltas = torch.empty_like(qkv), torch.empty_like(stats)
-    launch(queries_kernel, qkv, n_head, y, dy, stats, deltas, dqkv)
-    launch(keys_kernel, qkv, n_head, dy, stats, deltas, dqkv)
+    launch(flash_dq, qkv, n_head, y, dy, stats, deltas, dqkv)
+    launch(flash_dk_dv, qkv, n_head, dy, stats, deltas, dqkv)
     return dqkv
 
 
