@@ -44,10 +44,7 @@ def load_items(path=None, limit=None, name="hellaswag"):
             file = regular_file(path)
         if table := file.suffix == ".parquet":
             from pyarrow.parquet import read_table
-
-            rows = read_table(file).to_pylist()
-        else:
-            rows = file.read_bytes().splitlines()
+        rows = read_table(file).to_pylist() if table else file.read_bytes().splitlines()
     except (OSError, ValueError) as error:
         raise UserError(
             f"cannot read {source} ({first_line(error)}); --tasks {name}=FILE reads a local file, --hellaswag_every 0 "
@@ -84,9 +81,8 @@ def read_arc(row):
     texts, labels = row["choices"]["text"], row["choices"]["label"]
     if len(texts) != len(labels):
         raise ValueError(f"there are {len(texts)} choices and {len(labels)} labels")
-    return lm_eval_item(
-        [f"Question: {row['question']}\nAnswer:"] * len(texts), texts, index_of(row["answerKey"], labels)
-    )
+    label = index_of(row["answerKey"], labels)
+    return lm_eval_item([f"Question: {row['question']}\nAnswer:"] * len(texts), texts, label)
 
 
 def read_piqa(row):
