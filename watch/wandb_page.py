@@ -95,6 +95,11 @@ class WandbPage:
     def _lose(self, error, mode=None):
         """Go on without the page after an error. mode: that of a page that could not be opened."""
         self.run = None
+        if isinstance(error, ConnectionResetError | BrokenPipeError):  # wandb's service has died
+            import wandb
+
+            with contextlib.suppress(OSError):
+                wandb.teardown()  # else wandb prints the same error, in 30 lines, at exit
         then = "it records offline" if mode == "online" else "the run goes on without it, its folder has everything"
         print(f"wandb {mode or 'run'} failed ({type(error).__name__}: {first_line(error)}); {then}")
 
