@@ -31,7 +31,7 @@ COLUMNS = ("rung", *SPEED, "× before", "95%", "× first", "loss")
 LOSS_STEP = 10
 NOTE = (
     f"A rung is timed in turn with the rung before, in {ROUNDS} rounds: × before is the mean of their ratios, with its "
-    "95% interval; ≈: the interval holds 1. × first is the product of the gains. Losses are those of step "
+    "95% interval; ≈: the interval holds 1. × first is tokens/sec over the baseline's. Losses are those of step "
     f"{LOSS_STEP}: compare only rows with the same recipe and tokens a step."
 )
 FIRST_MICRO_BATCH = 32  # of the first rungs on a GPU, halved until it fits: with all off it needs 56 GB
@@ -85,13 +85,16 @@ def climb(config, typed=()):
         print("the demo's small model: GPT-2 needs a GPU, and data")
     config = replace(config, warmup_steps=min(config.warmup_steps, SETTLING_STEPS))
 
-    def add(row, rung):
+    def add(row, rung, own=None):
+        if own:
+            rates = [each["tokens_per_sec"] for each in [*results.done[:1], row]]
+            row |= dict(times_first=rates[-1] / rates[0], loss=own.losses[LOSS_STEP - 1])
         results.add(row | dict(rung=rung), cells(row, rung), NOTE, partial(figures.ladder, results.rows))
 
     device = torch.device(choose_device_type(config.device))
-    before, timed, row = measure_baseline(config, device, results)
-    add(row | dict(times_first=1.0, loss=timed.losses[LOSS_STEP - 1]), "baseline")
-    on, first = [], before.micro_batch_size
+    baseline, timed, row = measure_baseline(config, device, results)
+    add(row, "baseline", timed)
+    on, before, first = [], baseline, baseline.micro_batch_size
     for index, (names, ranks) in enumerate(rungs, 1):
         rung, idle = fit_rung(config, [*on, *names], names, first, Distributed(0, ranks, device), before)
         for name, reason in idle.items():
@@ -99,14 +102,18 @@ def climb(config, typed=()):
         if names := [name for name in names if name not in idle]:
             name = f"{index:02d}_{'+'.join(names)}{ranks if ranks > 1 else ''}"
             own, row = measure(rung, ranks, results, name, config.ladder_seconds, config.ladder_steps, timed)
+            add(row, label(names, row, results.done), own)
             if own:
-                times = results.done[-1]["times_first"] * row["gain"]["ratio"]
-                row |= dict(times_first=times, loss=own.losses[LOSS_STEP - 1])
                 timed.close()
                 on, before, timed = [*on, *names], rung, own
-            add(row, label(names, row, results.done))
+    if on:  # the product of the gains has the errors of all of them
+        own, row = measure(baseline, 1, results, "baseline", config.ladder_seconds, config.ladder_steps, timed)
+        add(row, "baseline again", own)
+        if own:
+            own.close()
+            high, ratio, low = (1 / row["gain"][name] for name in ("low", "ratio", "high"))
+            print(f"{ratio:.1f} × (95%: {low:.2f} to {high:.2f}) from baseline to the last rung")
     timed.close()
-    print(f"{results.done[-1]['times_first']:.1f} × from baseline to the last rung")
     finish(results)
 
 
