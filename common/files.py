@@ -60,11 +60,8 @@ def write_json(path, content):
 
 def digest(path):
     """The SHA-256 of a file, in hexadecimal."""
-    result = hashlib.sha256()
     with regular_file(path).open("rb") as file:
-        while block := file.read(2**24):
-            result.update(block)
-    return result.hexdigest()
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def json_digest(content):
