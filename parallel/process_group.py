@@ -33,11 +33,6 @@ class Distributed:
     ranks_of_machine: int = 1  # the fewest of all machines
 
     @property
-    def model_size(self):
-        """Number of ranks that one copy of the model is split over."""
-        return self.tensor * self.pipeline
-
-    @property
     def data_size(self):
         """Number of different micro-batches that the ranks compute at a time."""
         return self.data_context_size // self.context
@@ -53,7 +48,7 @@ class Distributed:
 
         Evaluations, which split no sequence, divide their batches among these.
         """
-        return self.world_size // self.model_size
+        return self.world_size // (self.tensor * self.pipeline)
 
     @property
     def data_context_rank(self):
