@@ -1,6 +1,7 @@
 """Config: every flag with its default and one line of help; the GPT-2 sizes; and how flags fit together."""
 
 import dataclasses
+import math
 from dataclasses import dataclass, make_dataclass
 from pathlib import Path
 from typing import Annotated, Literal
@@ -295,7 +296,8 @@ def resolve(config, distributed, free_memory=None, start=None, typed=None):
 def gpt_config(config, weights=None):
     """The GPTConfig of a resolved Config; weights: that of the weights to start from, which sets the sizes."""
     sizes = weights or GPTConfig(config.seq_len, n_layer=config.n_layer, n_head=config.n_head, n_embd=config.n_embd)
-    return dataclasses.replace(sizes, pad_to=place.rows_of_table(config), **model_switches(config))
+    rows = math.lcm(128, config.tensor)  # whole tensor-core tiles on every rank
+    return dataclasses.replace(sizes, pad_to=rows, **model_switches(config))
 
 
 def check_traced_steps(config, step, device):

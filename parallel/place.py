@@ -1,7 +1,5 @@
 """The doors of this folder: check() how flags divide a model and its batch, place() the model, describe() the mode."""
 
-import math
-
 from torch.distributed.device_mesh import init_device_mesh
 
 from common.errors import Note
@@ -24,11 +22,6 @@ def check(config, distributed, free_memory, notes):
         memory.check_batch(config, distributed)
     pipeline.check_micro_batches(config, distributed)
     fsdp.check_accumulation(config, distributed)
-
-
-def rows_of_table(config):
-    """The embedding table's rows are a multiple of this with pad_vocab: whole tensor-core tiles on every rank."""
-    return math.lcm(128, config.tensor)
 
 
 def place(model, config, distributed, autocast):
