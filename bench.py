@@ -96,7 +96,7 @@ def time_steps(config, distributed, typed):
         for step in progress(range(SETTLING_STEPS + config.steps), "steps"):
             if step == SETTLING_STEPS and config.record and distributed.is_main:
                 asked = ask_nvidia_smi(distributed.device)  # answers while the steps run
-            results.append(train_step(trainer, config.batch_warmup_steps + step, lambda: batch, StopSignal()))
+            results.append(train_step(trainer, step, lambda: batch, StopSignal()))
     if distributed.is_main:
         measured = report(trainer, results)
         if config.record:

@@ -143,8 +143,6 @@ class Recipe:
     """Muon's momentum."""
     grad_clip: float = flag(1.0, at_least=0, report=True)
     """Clip the gradient to this norm; 0 is off."""
-    batch_warmup_steps: int = flag(0, at_least=0, report=True, sweep=False)
-    """Steps of linear batch-size warm-up from one micro-batch per device, as GPT-3's; 0 is off."""
 
 
 @dataclass
@@ -286,7 +284,7 @@ def resolve(config, distributed, free_memory=None, start=None, typed=None):
             f"--fp8 needs multiples of 16: n_embd is {new.n_embd}, and a micro-batch has {new.micro_batch_size} × "
             f"{new.seq_len // new.context} tokens on a rank"
         )
-    schedules.check_flags(new, distributed, notes)
+    schedules.check_flags(new, notes)
     if new.tasks and not new.hellaswag_every:
         notes.append(Note("tasks", new.tasks, "nothing of it is evaluated, since hellaswag_every is 0"))
     refuse_unavailable_flags(typed or {}, notes)

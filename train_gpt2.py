@@ -101,8 +101,7 @@ def build(config, distributed, weights=None, sizes=None):
     if config.fp8:
         from kernels import fp8  # needs Triton
 
-        tokens = config.micro_batch_size * config.seq_len // config.context
-        fp8.convert(model, optimizer, targets=accumulation_steps(0, config, distributed.data_size) * tokens)
+        fp8.convert(model, optimizer, targets=config.total_batch_size // distributed.world_size)
     steps = model.accumulate if config.pipeline > 1 else accumulate
     monitor = RankMonitor(model, train_forward, config, distributed)
     return Trainer(config, distributed, model, forward, train_forward, steps, autocast, optimizer, scaler, monitor)
@@ -145,7 +144,7 @@ def train_step(trainer, step, next_batch, stop):
     Loader.next_batch. stop: a StopSignal. Raises Stopped as accumulate: no weight has changed."""
     trainer.monitor.start_step()
     config, distributed, scaler = trainer.config, trainer.distributed, trainer.scaler
-    micro_steps = accumulation_steps(step, config, distributed.data_size)
+    micro_steps = accumulation_steps(config, distributed.data_size)
     lr = set_learning_rates(trainer.optimizer, step, config)
     loss = trainer.accumulate(trainer, next_batch, micro_steps, stop)
     scaler.unscale_(trainer.optimizer)
@@ -159,7 +158,7 @@ def train_step(trainer, step, next_batch, stop):
     scale = scaler.get_scale() if scaler.is_enabled() else None
     # fp16: GradScaler skips an update that overflows and halves its scale, which is normal until the scale is below 1
     finite = math.isfinite(mean_loss if scale and scale >= 1 else mean_loss + mean_norm)
-    tokens = micro_steps * config.micro_batch_size * config.seq_len * distributed.data_size
+    tokens = config.total_batch_size
     return StepResult(lr, mean_loss, mean_norm, tokens, finite, scale, trained, trainer.monitor.end_step(), own_ms)
 
 

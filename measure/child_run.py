@@ -29,7 +29,6 @@ from parallel import memory, process_group
 from train_gpt2 import train
 
 OUT_OF_MEMORY = "out of memory"
-OFF = (*INTERVALS, "batch_warmup_steps")  # in short runs
 # Imported once, by the process that the others are forked from; none touches the GPU
 PRELOAD = ["torch._inductor.compile_fx", "torch.distributed.checkpoint", "torch.distributed.tensor"]
 SPEED = ("ms a step", "tokens/sec", "MFU", "peak GB")  # columns of speed()
@@ -44,7 +43,7 @@ def begin(config, kind, columns, typed=(), goes_on=True):
         raise UserError("--profile and --memory_snapshot are for a single run: both slow down what is measured here")
     if not config.demo:
         open_shards(config.data_dir, "train")
-    if unused := sorted({"max_steps", *OFF}.intersection(typed)):
+    if unused := sorted({"max_steps", *INTERVALS}.intersection(typed)):
         print(f"not used: --{', --'.join(unused)}; runs are short, and nothing is evaluated or saved")
     return Results(config, kind, torch.device(choose_device_type(config.device)), columns, goes_on)
 

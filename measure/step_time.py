@@ -93,7 +93,7 @@ def averaging_seconds(config, distributed):
 
 def step_time(config, distributed):
     """(seconds of a step, share that waits for communication or the pipeline). config: with sizes, micro_batch_size."""
-    micro_steps = accumulation_steps(config.batch_warmup_steps, config, distributed.data_size)
+    micro_steps = accumulation_steps(config, distributed.data_size)
     micro_batch, split = micro_batch_seconds(config), split_seconds(config)
     each, once = averaging_seconds(config, distributed)
     waits = micro_steps * (split + each) + once + (config.pipeline - 1) * (micro_batch + split)

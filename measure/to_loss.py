@@ -20,15 +20,12 @@ from config import GROUPS, SETTLING_STEPS, Config, defaults
 from measure import figures
 from measure.axes import read_recipe
 from measure.child_run import begin, count_devices, finish, run_config, train_to_end
-from optim import schedules
 from optim.optimizer import OPTIMIZERS, optimizer_defaults
-from parallel.memory import LARGEST_IN_WARMUP
 from watch.curves import read_rows
 
 COLUMNS = ("rung", "final loss", "difference", "p", "tokens", "× first", "seconds", "× first")
 VAL_TOKENS = 2621440  # at most, in each of some 20 validations
-# Each warm-up's largest fraction of max_steps. A high learning rate needs a long one: dev/LOG.md, "Recipes"
-LR_WARMUP, BATCH_WARMUP = 0.9, 0.45
+LR_WARMUP = 0.9  # of max_steps at most. A high learning rate needs a long warm-up: dev/LOG.md, "Recipes"
 
 # The defaults of --demo: 12 minutes on two CPU cores. The first recipe has GPT-3's learning rate
 DEMO = dict(lr=6e-4, max_steps=40, val_tokens=4096, seeds=2, micro_batch_size=2)
@@ -40,7 +37,6 @@ RECIPES = {
     "learning rate 1.8e-3": dict(lr=1.8e-3),
     "linear decay to 0": dict(lr_schedule="linear", min_lr_ratio=0.0),
     "Muon": OPTIMIZERS["muon"].defaults,
-    "batch warm-up": dict(batch_warmup_steps=8000),  # 2 billion tokens (GPT-3: 4 to 12); fewer in a short run
     "fp8, also in the head": dict(fp8=True, fp8_head=True),
 }
 
@@ -89,8 +85,6 @@ def climb(config):
     curves, changes, target = {}, {}, config.target_loss
     for index, (name, recipe) in enumerate(recipes.items(), 1):
         rung = recipe_run(config, changes | recipe)
-        if rung.batch_warmup_steps:
-            rung = match_tokens(rung, results.done[0]["facts"])
         runs = []
         for seed in range(config.seed, config.seed + config.seeds):
             runs.append(train_to_end(replace(rung, seed=seed), results, f"{index:02d}_seed{seed}", ranks))
@@ -117,8 +111,6 @@ def choose_recipes(config):
     Raises UserError for a bad text, and for flags that are rungs.
     """
     texts = config.recipes
-    if config.batch_warmup_steps:
-        raise UserError("the batch warm-up is a rung of its own: leave out --batch_warmup_steps")
     if len(set(texts)) < len(texts):
         raise UserError("--recipes names a rung twice")
     if texts:
@@ -131,23 +123,11 @@ def choose_recipes(config):
 
 
 def recipe_run(config, changes):
-    """The Config of a recipe's run: some 20 validations, no other evaluations; the warm-ups fit into the steps."""
+    """The Config of a recipe's run: some 20 validations, no other evaluations; the warm-up fits into the steps."""
     own = dict(hellaswag_every=0, sample_every=0, checkpoint_every=0, val_every=max(1, config.max_steps // 20))
     changed = run_config(config, **own, val_tokens=min(config.val_tokens, VAL_TOKENS), **changes)
     changed.warmup_steps = min(changed.warmup_steps, int(LR_WARMUP * config.max_steps))
-    changed.batch_warmup_steps = min(changed.batch_warmup_steps, int(BATCH_WARMUP * config.max_steps))
     return changed
-
-
-def match_tokens(config, facts):
-    """config with max_steps raised to make up for the tokens that the batch warm-up leaves out, to within one batch.
-
-    facts: config.json of the first rung, which chose a micro-batch.
-    """
-    config = replace(config, micro_batch_size=min(facts["micro_batch_size"], LARGEST_IN_WARMUP))
-    ranks = facts["world_size"] // (config.tensor * config.context * config.pipeline)
-    missing = config.max_steps * config.total_batch_size - schedules.tokens_to_train(config, 0, max(1, ranks))
-    return replace(config, max_steps=config.max_steps + missing // config.total_batch_size)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -163,15 +143,12 @@ class Curve(NamedTuple):
 
 
 def read_curve(folder):
-    """The Curve of a run's folder. The first steps include compilation: their time is their tokens times the median
-    time per token of the others."""
+    """The Curve of a run's folder. The first steps include compilation: they take the median time of the others."""
     rows = read_rows(folder)
-    steps, before = [row for row in rows if "step_ms" in row], 0
-    for row in steps:
-        row["size"], before = row["tokens"] - before, row["tokens"]
-    usual = statistics.median(row["step_ms"] / row["size"] for row in steps[SETTLING_STEPS:])
+    steps = [row for row in rows if "step_ms" in row]
+    usual = statistics.median(row["step_ms"] for row in steps[SETTLING_STEPS:])
     for row in steps[:SETTLING_STEPS]:
-        row["step_ms"] = usual * row["size"]
+        row["step_ms"] = usual
     curve, seconds = Curve([], [], []), 0.0
     for row in rows:
         seconds += row.get("step_ms", 0) / 1000

@@ -14,10 +14,10 @@ import torch
 
 from checkpoints import resume
 from common.errors import UserError
-from config import chosen_flags, resolve
+from config import INTERVALS, chosen_flags, resolve
 from data.loader import Loader, open_streams
 from data.shards import dataset_name
-from measure.child_run import OFF, ChildRun, explain, run_config, shown_command
+from measure.child_run import ChildRun, explain, run_config, shown_command
 from parallel import memory, process_group
 from train_gpt2 import build, train_step
 from watch.hardware import environment, flops_per_token, mfu, peak_flops, peak_memory
@@ -92,7 +92,7 @@ def measure(config, ranks, results, name, seconds, steps, before=None):
     """
     result, run, gain = dict(name=name, command=shown_command(config, ranks)), None, None
     try:
-        run = TimedRun(run_config(config, **dict.fromkeys(OFF, 0)), ranks, results.folder / f"{name}.txt")
+        run = TimedRun(run_config(config, **dict.fromkeys(INTERVALS, 0)), ranks, results.folder / f"{name}.txt")
         if before:
             gain = compare(before, run, seconds, steps).facts()
         else:

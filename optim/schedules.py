@@ -1,4 +1,4 @@
-"""Training recipes: sets of flags, and what the learning rate and the batch size are at each step."""
+"""Training recipes: sets of flags, and what the learning rate is at each step."""
 
 import math
 
@@ -30,7 +30,7 @@ def recipe_defaults(flags):
     return small | optimizer_defaults(flags)
 
 
-def check_flags(config, distributed, notes):
+def check_flags(config, notes):
     """Note flags without effect, and a learning-rate warm-up that is longer than the run."""
     for flag, other, value in (
         ("adamw_lr", "optimizer", "muon"),
@@ -39,9 +39,6 @@ def check_flags(config, distributed, notes):
     ):
         if getattr(config, flag) != getattr(type(config), flag) and getattr(config, other) != value:
             notes.append(Note(flag, getattr(config, flag), f"it has no effect without --{other} {value}"))
-    if config.batch_warmup_steps and accumulation_steps(config.batch_warmup_steps, config, distributed.data_size) == 1:
-        reason = "it has no effect, since one micro-batch on each device is the full batch"
-        notes.append(Note("batch_warmup_steps", config.batch_warmup_steps, reason))
     if config.warmup_steps > config.max_steps:
         reason = f"the run ends after {config.max_steps} steps, so lr never reaches {config.lr:g}"
         notes.append(Note("warmup_steps", config.warmup_steps, reason))
@@ -85,21 +82,6 @@ def set_learning_rates(optimizer, step, config):
     return learning_rate(step, config, config.lr)
 
 
-def accumulation_steps(step, config, data_size):
-    """Micro-batches that each rank accumulates in step `step`, if the ranks compute data_size different ones at a time.
-
-    With batch_warmup_steps the batch grows linearly from one micro-batch a rank to its full size over that many steps
-    (Brown et al. 2020, appendix B: from 32k tokens over the first 4 to 12 billion).
-    """
-    full = config.total_batch_size // (config.micro_batch_size * config.seq_len * data_size)
-    if step >= config.batch_warmup_steps:
-        return full
-    return 1 + (full - 1) * step // config.batch_warmup_steps
-
-
-def tokens_to_train(config, step, data_size):
-    """Tokens of the steps from `step` to max_steps. Steps of the batch warm-up have fewer than the others."""
-    full_batch = max(step, min(config.batch_warmup_steps, config.max_steps))  # the first step with the full batch
-    micro_steps = sum(accumulation_steps(s, config, data_size) for s in range(step, full_batch))
-    micro_steps += max(0, config.max_steps - full_batch) * accumulation_steps(full_batch, config, data_size)
-    return micro_steps * config.micro_batch_size * config.seq_len * data_size
+def accumulation_steps(config, data_size):
+    """Micro-batches that each rank accumulates in a step, if the ranks compute data_size different ones at a time."""
+    return config.total_batch_size // (config.micro_batch_size * config.seq_len * data_size)

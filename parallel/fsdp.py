@@ -52,7 +52,7 @@ def check_flags(config, distributed, notes):
 def check_accumulation(config, distributed):
     """Raises UserError where FSDP would sum a step's micro-batches in bf16: between copies, and in a pipeline."""
     copies = distributed.data_context_size > shard_group_size(config, distributed)
-    micro_steps = accumulation_steps(config.batch_warmup_steps, config, distributed.data_size)
+    micro_steps = accumulation_steps(config, distributed.data_size)
     if config.bf16_gradients and is_sharded(config) and micro_steps > 1 and (copies or config.pipeline > 1):
         raise UserError(
             f"--bf16_gradients would also accumulate {micro_steps} micro-batches in bf16 here: leave it out, or use "

@@ -13,7 +13,6 @@ from parallel.pipeline import blocks_in_flight, blocks_of_stages
 from parallel.tensor import sequence_parts
 
 LARGEST_MICRO_BATCH = 128  # sequences; with 128 a step of 124M is 1.03 x as fast as with 64, on an H100
-LARGEST_IN_WARMUP = 64  # with batch_warmup_steps, which starts with one micro-batch on each rank
 USABLE = 0.85  # of free memory; the rest is for fragments, cuBLAS and NCCL
 LOGIT_ROWS = 4096  # of kernels/cross_entropy.py, which needs Triton
 
@@ -50,7 +49,7 @@ def choose_micro_batch_size(config, distributed, free):
     """
     check_batch(replace(config, micro_batch_size=1), distributed)
     sequences = config.total_batch_size // (config.seq_len * distributed.data_size)  # of a rank in a step
-    largest = LARGEST_IN_WARMUP if config.batch_warmup_steps else LARGEST_MICRO_BATCH
+    largest = LARGEST_MICRO_BATCH
     if config.pipeline > 1:  # with 4 micro-batches for each stage the bubble is small (Huang et al. 2019, "GPipe")
         largest = min(largest, sequences // (4 * config.pipeline))
     if free is None:  # on a CPU more tokens gain nothing
@@ -92,7 +91,7 @@ def peak_bytes(config, distributed):
     params, shards = params_of_rank(config), shard_group_size(config, distributed)
     states, activations = bytes_of_states(config) / shards, bytes_of_activations(config)
     peak = bytes_of_weights(config, distributed) + states + activations
-    accumulates = accumulation_steps(config.batch_warmup_steps, config, distributed.data_size) > 1
+    accumulates = accumulation_steps(config, distributed.data_size) > 1
     if not accumulates and (is_sharded(config) or distributed.world_size == 1):
         # there are no gradients until backward, which makes them while it frees activations
         return peak - min(4 * params / shards, activations)

@@ -40,14 +40,13 @@ def check_flags(config, distributed):
         raise UserError(f"--pipeline {size}: {config.n_layer} blocks and the head fill {config.n_layer + 1} stages")
     if config.parallel in ("zero3", "hsdp"):
         raise UserError(f"--pipeline keeps weights gathered, so --parallel {config.parallel} saves nothing: use zero2")
-    for flag in ("context", "batch_warmup_steps"):
-        if getattr(config, flag) > 1:
-            raise UserError(f"--pipeline excludes --{flag}: leave one of the two out")
+    if config.context > 1:
+        raise UserError("--pipeline excludes --context: leave one of the two out")
 
 
 def check_micro_batches(config, distributed):
     """Raises UserError if a step has too few micro-batches for --pipeline's schedule."""
-    size, micro_steps = config.pipeline, accumulation_steps(0, config, distributed.data_size)
+    size, micro_steps = config.pipeline, accumulation_steps(config, distributed.data_size)
     if micro_steps < size:
         more = "use a smaller --micro_batch_size or a larger --total_batch_size"
         raise UserError(f"--pipeline {size} needs {size} micro-batches or more in a step, not {micro_steps}: {more}")
@@ -80,7 +79,7 @@ def blocks_in_flight(config):
 def bubble(config, distributed):
     """The share of a step in which a rank waits, (N-1)/(N-1 + M) for M micro-batches (Narayanan et al. 2021, 2.2)."""
     waits = config.pipeline - 1
-    return waits / (waits + accumulation_steps(0, config, distributed.data_size))
+    return waits / (waits + accumulation_steps(config, distributed.data_size))
 
 
 # ----------------------------------------------------------------------------------------------------------------------

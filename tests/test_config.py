@@ -84,7 +84,6 @@ def test_the_micro_batch_fits_and_divides():
         sizes.append(size)
     assert sizes == sorted(sizes) and sizes[0] < 8 and sizes[-2:] == [128, 128]
     assert chosen(139, 8)[0] == 64  # the README's run: no accumulation on eight GPUs
-    assert chosen(139, batch_warmup_steps=100)[0] == 64
     assert chosen(139, 8, total_batch_size=8 * 4 * 1024)[0] == 4
     assert chosen(139, n_layer=48, n_head=25, n_embd=1600)[0] < 64
     large = dict(n_layer=32, n_head=32, n_embd=4096)
@@ -144,8 +143,6 @@ def test_flags_that_contradict_each_other(words, world_size, flags):
 
 def test_what_has_no_effect_is_noted():
     assert "lr never reaches" in resolved(max_steps=714)[1] and "lr never" not in resolved(max_steps=715)[1]
-    _, notes = resolved(micro_batch_size=8, total_batch_size=8192, batch_warmup_steps=10)
-    assert "batch_warmup_steps is 10: it has no effect" in notes
     _, notes = resolved(adamw_lr=1e-4, cooldown_ratio=0.2)
     assert "adamw_lr is 0.0001: it has no effect without --optimizer muon" in notes
     assert "cooldown_ratio is 0.2: it has no effect without --lr_schedule wsd" in notes

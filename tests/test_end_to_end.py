@@ -171,11 +171,11 @@ def test_gradients_cross_once_a_step(train, script):
 
 
 def test_recipe_flags_reach_the_step(train):
-    run = train("recipe", "--warmup_steps", 2, "--max_steps", 4, "--batch_warmup_steps", 3, "--micro_batch_size", 2)
-    assert re.search("training +4 steps, 640 tokens", (run / "output.txt").read_text())
+    run = train("recipe", "--warmup_steps", 2, "--max_steps", 4, "--micro_batch_size", 2)
+    assert re.search("training +4 steps, 1,024 tokens", (run / "output.txt").read_text())
     rows = [row for row in metrics(run) if "lr" in row]
     assert [row["lr"] for row in rows] == pytest.approx([5e-4, 1e-3, 1e-3, 5.5e-4])
-    assert [row["tokens"] for row in rows] == [64, 192, 384, 640]  # 1, 2, 3, 4 micro-batches of 64
+    assert [row["tokens"] for row in rows] == [256, 512, 768, 1024]
     clipped = train("clipped", "--grad_clip", 1e-9, "--weight_decay", 0, "--checkpoint_every", 3)
     unclipped = train("unclipped", "--grad_clip", 0, "--weight_decay", 0, "--checkpoint_every", 3)
     norms = [[row["grad_norm"] for row in metrics(r) if "lr" in row][0] for r in (clipped, unclipped)]

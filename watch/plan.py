@@ -3,7 +3,7 @@
 from checkpoints.run_folder import checkpoints_of
 from common.cli import python_command
 from common.errors import first_line, word
-from optim.schedules import accumulation_steps, tokens_to_train
+from optim.schedules import accumulation_steps
 from parallel import place
 from parallel.memory import data_ranks
 from watch.hardware import peak_memory
@@ -24,16 +24,14 @@ def print_plan(run, notes, switches):
     facts, world_size = log.facts, distributed.world_size
     init = f"resumed from {start.resumed}" if start.resumed else f"{start.weights or 'scratch'}, seed {config.seed}"
     items = run.tasks.items if run.tasks else {}
-    accumulated = accumulation_steps(config.batch_warmup_steps, config, distributed.data_size)
-    total = start.tokens + tokens_to_train(config, start.step, distributed.data_size)
+    accumulated = accumulation_steps(config, distributed.data_size)
+    total = start.tokens + max(0, config.max_steps - start.step) * config.total_batch_size
     amount = f"{count(config.max_steps, 'step')}, {total:,} tokens, {total / train_stream.total:.2f} epochs"
     on = ", ".join(name for name, value in switches.items() if value)
     off = ", ".join(name for name, value in switches.items() if not value)
     sizes = f"{count(config.n_layer, 'layer')}, {count(config.n_head, 'head')}, {config.n_embd} wide"
     batch = f"{count(config.total_batch_size, 'token')} = {count(config.micro_batch_size, 'sequence')} × "
     batch += f"{count(config.seq_len, 'token')} × {accumulated} accumulated × {data_ranks(distributed)}"
-    if config.batch_warmup_steps:
-        batch += f", reached after {count(config.batch_warmup_steps, 'step')}"
     data = f"{count(len(train_stream.shards), 'train shard')}, {count(train_stream.total, 'token')}; "
     evaluated = val_stream.sequences(config.val_tokens, config.seq_len) * config.seq_len
     data += f"{len(val_stream.shards)} val, {evaluated:,} of {val_stream.total:,} tokens"

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from conftest import expect_error, logged, metrics
+from conftest import expect_error, logged
 
 from common.errors import UserError
 from measure import to_loss
@@ -19,10 +19,9 @@ def test_the_ladder_of_recipes_climbs(train, tmp_path):
         ("learning rate 1.8e-3", "done"),
         ("linear decay to 0", "done"),
         ("Muon", "done"),
-        ("batch warm-up", "done"),
         ("fp8, also in the head", "skipped"),
     ]
-    assert results[5]["reason"] == "--fp8 does nothing here: this is cpu, not an NVIDIA GPU; leave it out"
+    assert results[4]["reason"] == "--fp8 does nothing here: this is cpu, not an NVIDIA GPU; leave it out"
     assert [results[i]["facts"]["lr_schedule"] for i in range(4)] == ["cosine", "cosine", "linear", "wsd"]
     assert [results[i]["facts"]["lr"] for i in (1, 2)] == [1.8e-3, 1.8e-3]
     assert results[3]["facts"]["optimizer"] == "muon" and results[3]["facts"]["warmup_steps"] == 7
@@ -30,9 +29,6 @@ def test_the_ladder_of_recipes_climbs(train, tmp_path):
         run = folder / f"{index:02d}_seed1337"
         assert result["finals"] == pytest.approx([logged(run, "val")[-1]], abs=1e-4)
         assert len(logged(run)) == 8 and len(logged(run, "val")) == 9
-    # three steps of one micro-batch and six of two: the tokens of eight steps, to one micro-batch
-    assert [row["tokens"] for row in metrics(folder / "05_seed1337") if "step_ms" in row][1:5:2] == [256, 640]
-    assert len(logged(folder / "05_seed1337")) == 9
     orders = [logged(folder / f"{index:02d}_seed1337")[0] for index in (1, 2, 3, 4)]
     assert orders == [orders[0]] * 4  # the same weights and data
     assert (folder / "to_loss.png").stat().st_size > 10_000
@@ -67,7 +63,6 @@ def test_bad_recipes_end_in_one_line(corpus):
     for flags, complaint in (
         (dict(max_steps=3), "--max_steps 3: the first 5 steps"),
         (dict(optimizer="muon"), "leave out --optimizer and --fp8, or use --recipes"),
-        (dict(batch_warmup_steps=3, recipes=("fp8=on",)), "leave out --batch_warmup_steps"),
     ):
         with pytest.raises(UserError, match=complaint):
             to_loss.climb(to_loss.ToLossConfig(data_dir=str(corpus), **flags))

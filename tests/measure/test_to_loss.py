@@ -16,15 +16,6 @@ def test_a_curve_counts_training_steps_alone(tmp_path):
     assert curve.tokens == [0, 800] and curve.losses == [9.0, 5.0] and curve.seconds == pytest.approx([0, 1.6])
 
 
-def test_small_first_steps_count_by_their_tokens(tmp_path):
-    """As a batch warm-up makes them."""
-    steps = [(50, 900)] * 5 + [(100, 200)] * 4  # tokens, ms
-    rows = [dict(step=i, tokens=sum(n for n, _ in steps[: i + 1]), step_ms=ms) for i, (_, ms) in enumerate(steps)]
-    rows.append(dict(step=9, tokens=650, val_loss=5.0))
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert read_curve(tmp_path).seconds == pytest.approx([5 * 0.1 + 4 * 0.2])
-
-
 def test_a_loss_is_reached_between_two_validations():
     curve = Curve([0, 100, 200], [0.0, 1.0, 3.0], [8.0, 6.0, 2.0])
     assert reach(curve, 5.0) == pytest.approx((125, 1.5))

@@ -7,7 +7,7 @@ import torch
 from config import Config
 from model import GPT, GPTConfig
 from optim.optimizer import OPTIMIZERS, make_optimizer, named_state, update_if_finite
-from optim.schedules import accumulation_steps, learning_rate
+from optim.schedules import learning_rate
 from parallel import gradients
 
 
@@ -49,15 +49,6 @@ def test_gpt3s_own_numbers_are_the_defaults():
     assert config.warmup_steps * config.total_batch_size == pytest.approx(375e6, rel=0.001)
     assert config.max_steps * config.total_batch_size == pytest.approx(10e9, rel=0.001)
     assert learning_rate(config.max_steps, config, config.lr) == pytest.approx(6e-5)
-
-
-def test_the_batch_grows_to_its_full_size():
-    config = Config(micro_batch_size=4, seq_len=32, total_batch_size=4 * 32 * 2 * 8, batch_warmup_steps=16)
-    steps = [accumulation_steps(step, config, data_size=2) for step in range(20)]
-    assert steps[0] == 1 and steps[16:] == [8] * 4
-    assert steps == sorted(steps) and set(steps) == set(range(1, 9))
-    config.batch_warmup_steps = 0
-    assert accumulation_steps(0, config, data_size=2) == 8
 
 
 def test_every_optimizer_is_a_value_of_the_flag():

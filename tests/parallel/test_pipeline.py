@@ -146,7 +146,7 @@ def test_flags_that_do_not_fit_are_refused_in_one_line():
         (8, dict(pipeline=3, tensor=2), "does not divide 4 ranks, or groups of --tensor ranks: try one of [1, 2, 4]"),
         (16, dict(pipeline=16), "--pipeline 16: 12 blocks and the head fill 13 stages"),
         (4, dict(pipeline=2, parallel="zero3"), "--parallel zero3 saves nothing: use zero2"),
-        (2, dict(pipeline=2, batch_warmup_steps=9), "--pipeline excludes --batch_warmup_steps"),
+        (4, dict(pipeline=2, context=2), "--pipeline excludes --context"),
         (2, dict(pipeline=2, autocast="fp16"), "needs --parallel ddp, not --pipeline 2"),
         (2, dict(few, micro_batch_size=4), "needs 2 micro-batches or more in a step, not 1: use "),
         (2, dict(few, micro_batch_size=4), "use a smaller --micro_batch_size"),

@@ -2,14 +2,12 @@ from common.interrupt import StopSignal
 
 from types import SimpleNamespace
 
-import pytest
 import torch
 
 from common.cli import python_command
 from config import Config
 from data.loader import TokenStream
 from model import GPT, GPTConfig
-from optim.schedules import accumulation_steps, tokens_to_train
 from optimizations import Note
 from parallel.process_group import Distributed
 from watch import report, run_log
@@ -76,22 +74,13 @@ def test_the_plan(tmp_path, capsys, monkeypatch):
 
 
 def test_the_plan_of_a_resumed_run(tmp_path, capsys, monkeypatch):
-    """Tokens of the steps that are left come on top of those trained on, which had other batches."""
-    config, log = make_log(tmp_path, world_size=1, batch_warmup_steps=4)
+    """Tokens of the steps that are left come on top of those trained on."""
+    config, log = make_log(tmp_path, world_size=1)
     lines = dict(plan(capsys, config, log, 1, step=8, tokens=1_000_000))
     assert lines["training"] == "10 steps, 1,004,096 tokens, 98.06 epochs" and "parallel" not in lines
-    assert lines["batch"].endswith(" × 16 accumulated × 1 rank, reached after 4 steps")
+    assert lines["batch"].endswith(" × 16 accumulated × 1 rank")
     assert lines["on"] == "tf32" and lines["tasks"] == "off"
     assert [count(number, "layer") for number in (0, 1, 2)] == ["0 layers", "1 layer", "2 layers"]
-
-
-@pytest.mark.parametrize("warmup", [0, 3, 7, 10, 25])
-@pytest.mark.parametrize("step", [0, 2, 9, 10, 30])
-@pytest.mark.parametrize("world_size", [1, 4])
-def test_tokens_to_train(warmup, step, world_size):
-    config = Config(batch_warmup_steps=warmup, **TINY)
-    micro_steps = sum(accumulation_steps(s, config, world_size) for s in range(step, 10))
-    assert tokens_to_train(config, step, world_size) == micro_steps * 4 * 32 * world_size
 
 
 def summarize(config, log):
