@@ -120,9 +120,8 @@ class Recipe:
     """The batch size and the optimizer's hyperparameters."""
 
     TITLE = "recipe"
-    optimizer: Literal["adamw", "adamw_8bit", "muon"] = flag("adamw", report=True)
-    """adamw_8bit: moments of 2 bytes a parameter instead of 8; muon: Muon for the blocks' matrices, AdamW for the rest,
-    with other defaults for --lr and the schedule."""
+    optimizer: Literal["adamw", "muon"] = flag("adamw", report=True)
+    """muon: Muon for the blocks' matrices, AdamW for the rest, with other defaults for --lr and the schedule."""
     total_batch_size: int = flag(524288, at_least=1, report=True)
     """Tokens in a step, over all devices and accumulated micro-batches."""
     min_lr_ratio: float = flag(0.1, at_least=0, at_most=1, report=True)

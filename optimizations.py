@@ -102,10 +102,6 @@ OPTIMIZATIONS = (
         "flash4", dict(attention="sdpa"), "flash4", "on Hopper: attention by cuDNN, its backward by FlashAttention-4",
         needs=needs.flash_attention_4, on=("auto", "flash4"), in_model=True, saves=("gpt2::flash4",),
     ),
-    Optimization(
-        "adamw_8bit", dict(optimizer="adamw"), None, "AdamW's moments in 2 bytes a parameter instead of 8",
-        on=("adamw_8bit",), changes="rounding", default=False,
-    ),
     switch(
         "mask_documents", "a token attends within its own document",
         in_model=True, changes="recipe", saves=("torch_attn::_varlen_attn",), default=False,

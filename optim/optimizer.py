@@ -1,6 +1,5 @@
 """The optimizers: one row for each, with what other code needs to know; and their state by parameter name."""
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -12,8 +11,7 @@ class Row:
     """An optimizer."""
 
     make: Callable  # of (model, config); each of its groups has its peak learning rate as "peak"
-    state_bytes: Callable  # of n_embd: bytes of state for each parameter, (in the blocks, in the embeddings)
-    fused: bool = True  # whether --fused_adamw applies
+    state_bytes: tuple  # of state for each parameter, (in the blocks, in the embeddings)
     defaults: dict = field(default_factory=dict)  # of all flags that have others with it
     needs_rows: str | None = None  # why --tensor, which splits matrices, is impossible
 
@@ -23,13 +21,6 @@ def make_optimizer(model, config):
     optimizer = OPTIMIZERS[config.optimizer].make(model, config)
     allocate_state(optimizer)
     return optimizer
-
-
-def make_adamw_8bit(model, config):
-    from optim.adamw_8bit import AdamW8bit
-
-    groups, settings = adamw_groups(model.parameters(), config, config.lr)
-    return AdamW8bit(groups, config.compile, **settings)
 
 
 def make_muon(model, config):
@@ -53,33 +44,21 @@ def make_muon(model, config):
 
 
 def make_adamw(parameters, config, peak):
-    groups, settings = adamw_groups(parameters, config, peak)
-    # fused_adamw: one kernel updates all parameters, instead of several launches for each operation
-    return torch.optim.AdamW(groups, fused=config.fused_adamw or None, **settings)
-
-
-def adamw_groups(parameters, config, peak):
-    """AdamW's groups and settings: weight decay on matrices and embeddings, none on biases and LayerNorms."""
+    """AdamW with weight decay on matrices and embeddings, none on biases and LayerNorms."""
     parameters = list(parameters)
     groups = [
         dict(params=[p for p in parameters if p.dim() >= 2], weight_decay=config.weight_decay, peak=peak),
         dict(params=[p for p in parameters if p.dim() < 2], weight_decay=0.0, peak=peak),
     ]
-    return groups, dict(lr=peak, betas=(0.9, config.beta2), eps=1e-8)
+    # fused_adamw: one kernel updates all parameters, instead of several launches for each operation
+    return torch.optim.AdamW(groups, lr=peak, betas=(0.9, config.beta2), eps=1e-8, fused=config.fused_adamw or None)
 
 
 OPTIMIZERS = dict(
-    adamw=Row(lambda model, config: make_adamw(model.parameters(), config, config.lr), lambda width: (8, 8)),
-    # adamw_8bit: moments of 1 byte instead of 4, and of each a scale of 4 bytes for a block of 256 numbers or fewer
-    adamw_8bit=Row(
-        make_adamw_8bit,
-        lambda width: (2 * (1 + 4 / math.gcd(256, width)),) * 2,
-        fused=False,
-        needs_rows="has scales for blocks of whole rows",
-    ),
+    adamw=Row(lambda model, config: make_adamw(model.parameters(), config, config.lr), (8, 8)),
     muon=Row(
         make_muon,
-        lambda width: (4, 8),
+        (4, 8),
         # dev/LOG.md says how they were chosen
         defaults=dict(
             optimizer="muon",
@@ -103,8 +82,6 @@ def optimizer_defaults(flags):
 
 def fused_update(config, distributed):
     """Why --fused_adamw is impossible, or None: a bad step is skipped on the device, by found_inf."""
-    if not OPTIMIZERS[config.optimizer].fused:
-        return f"PyTorch has no fused kernel for --optimizer {config.optimizer}"
     if distributed.device.type == "mps":
         return "on Apple GPUs PyTorch does not skip a fused update whose gradients are not finite"
 

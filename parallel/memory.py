@@ -132,7 +132,7 @@ def bytes_of_weights(config, distributed):
 
 def bytes_of_states(config):
     """Bytes of the optimizer's states of a rank, before sharding."""
-    of_blocks, of_embeddings = OPTIMIZERS[config.optimizer].state_bytes(config.n_embd)
+    of_blocks, of_embeddings = OPTIMIZERS[config.optimizer].state_bytes
     embeddings = params_of_embeddings(config)
     return (params_of_rank(config) - embeddings) * of_blocks + embeddings * of_embeddings
 

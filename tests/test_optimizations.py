@@ -62,7 +62,6 @@ CASES = {
     "fused_cross_entropy": (1e-5, dict(fused_cross_entropy=True), SMALL),
     "fused_gelu": (1e-3, dict(fused_gelu=True), HALF),
     "flash4": (1e-3, dict(attention="flash4"), HALF | SDPA),
-    "adamw_8bit": (1e-3, dict(optimizer="adamw_8bit"), {}),
     "mask_documents": (1e-5, dict(mask_documents=True), {}),  # these tokens are one document a row
     "fp8": (2e-2, dict(fp8=True), HALF | SMALL),
     "fp8_head": (2e-2, dict(fp8_head=True), HALF | dict(fp8=True, fused_cross_entropy=True, pad_vocab=True)),
@@ -181,7 +180,6 @@ def test_rows_name_flags_and_fields_that_exist():
         ("mps", dict(autocast="off"), dict(bf16_residual="--autocast bf16")),
         ("mps", {}, dict(compile="not ready for Apple GPUs", fused_cross_entropy="this is mps, not an NVIDIA GPU")),
         ("mps", {}, dict(fused_adamw="gradients are not finite")),
-        ("cpu", dict(optimizer="adamw_8bit"), dict(fused_adamw="no fused kernel for --optimizer adamw_8bit")),
         ("cpu", dict(attention="cudnn"), dict(attention="one kernel for attention")),
         ("cpu", dict(attention="flash4"), dict(attention="this is cpu, not an NVIDIA GPU")),
         ("cpu", dict(attention="triton"), dict(attention="this is cpu, not an NVIDIA GPU")),
