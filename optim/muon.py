@@ -9,7 +9,8 @@ AdamW updates the embeddings, whose rows are single tokens' vectors, the biases 
 
 Ranks share the work. With ddp, without --pipeline, every rank orthogonalizes some of the matrices, and an all-gather
 collects the results. With zero2, zero3 and hsdp an all-to-all collects whole matrices from their shards, each on one
-rank, and another one returns the results.
+rank, and another one returns the results. --tensor splits matrices by rows or columns: the same two all-to-alls, over
+its ranks, collect them from these parts.
 """
 
 import math
@@ -17,7 +18,7 @@ import math
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 from common.device import local
 
@@ -81,9 +82,11 @@ class Muon(torch.optim.Optimizer):
                 gradient, momentum = local(weight.grad), local(self.state[weight]["momentum_buffer"])
                 flat = gradient.reshape(-1), momentum.view(-1), direction.view(-1)
                 self.update_momentum(*flat, skip, group["momentum"])
-            whole = to_owners(directions, shape[0], mesh)  # (n of this rank, rows, columns)
-            whole = orthogonalize(whole.unflatten(1, (group["parts"], -1)).flatten(0, 1)).view_as(whole)
-            updates = from_owners(whole, directions, mesh)
+            if mesh and "tensor" in mesh.mesh_dim_names:
+                updates = update_split(directions, weights[0], group["parts"])
+            else:
+                whole = to_owners(directions, shape[0], mesh)  # (n of this rank, rows, columns)
+                updates = from_owners(orthogonalize_parts(whole, group["parts"]), directions, mesh)
             # tensors: torch.compile would compile again for each new number
             rate = applied * (group["lr"] * 0.2 * math.sqrt(max(shape[0] // group["parts"], shape[1])))
             decay = 1 - applied * (group["lr"] * group["weight_decay"])
@@ -101,6 +104,28 @@ def update_momentum(gradient, momentum, direction, skip, decay):
 def update_weight(weight, update, decay, rate):
     """weight * decay - update * rate, in place."""
     weight.mul_(decay).sub_(update.float() * rate)
+
+
+def update_split(directions, weight, parts):
+    """The updates for matrices that --tensor splits. directions: their shards on this rank; weight: one of them."""
+    (rows, columns), mesh = weight.shape, weight.device_mesh
+    shard, tensor = mesh["shard"], mesh["tensor"]
+    by_rows, size = weight.placements[-1] == Shard(0), tensor.size()
+    split = to_owners(directions, rows // size if by_rows else rows, shard)  # (n, rows, columns) of a --tensor rank
+    split = (split if by_rows else split.mT).contiguous()
+    whole = to_owners(split, rows if by_rows else columns, tensor)
+    whole = whole if by_rows else whole.mT
+    # c_attn's rows are ordered by rank, each with its q, k and v; orthogonalized apart they lie one above the other
+    whole = whole.unflatten(1, (size, parts, -1)).transpose(1, 2).flatten(1, 3)
+    whole = orthogonalize_parts(whole, parts)
+    whole = whole.unflatten(1, (parts, size, -1)).transpose(1, 2).flatten(1, 3)
+    updates = from_owners(whole if by_rows else whole.mT, split, tensor)
+    return from_owners(updates if by_rows else updates.mT, directions, shard)
+
+
+def orthogonalize_parts(x, parts):
+    """orthogonalize(), of each of the matrices that lie one above the other in a matrix of x."""
+    return orthogonalize(x.unflatten(1, (parts, -1)).flatten(0, 1)).view_as(x)
 
 
 def orthogonalize(x):

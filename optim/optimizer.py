@@ -69,7 +69,6 @@ OPTIMIZERS = dict(
             cooldown_ratio=0.4,
             min_lr_ratio=0.0,
         ),
-        needs_rows="orthogonalizes whole matrices",
     ),
 )
 

@@ -27,7 +27,11 @@ ON_FOUR_RANKS = dict(
     context_hsdp="--context 2 --parallel hsdp",
     pipeline_zero2="--pipeline 2 --parallel zero2",
 )
-WITH_MUON = dict(muon_context="--context 2", muon_pipeline="--pipeline 2")  # --tensor refuses it
+WITH_MUON = dict(muon_context="--context 2", muon_pipeline="--pipeline 2", muon_tensor="--tensor 2")
+MUON_ON_FOUR_RANKS = dict(
+    muon_tensor_zero3=f"--tensor 2 --parallel zero3 --resume {AT_MIDDLE('muon_tensor')}",
+    muon_tensor_pipeline=f"--tensor 2 --pipeline 2 --resume {AT_MIDDLE('whole_muon')}",
+)
 
 
 def test_figures_checkpoints_and_exports(train, train_several, command, tmp_path, call_main):
@@ -46,9 +50,16 @@ def test_figures_checkpoints_and_exports(train, train_several, command, tmp_path
     with_muon = {name: [*muon, *more.split()] for name, more in WITH_MUON.items()}
     of_four = {name: [*flags, *more.split()] for name, more in ON_FOUR_RANKS.items()}
     runs = train_several(2, of_two | with_muon)
-    for run in runs[len(of_two) :]:
-        assert logged(run) == pytest.approx(logged(whole_muon), abs=1e-4)
-    for run in (*runs[: len(of_two)], *train_several(4, of_four, machines=2)):
+    of_four |= {name: [*muon, *more.split()] for name, more in MUON_ON_FOUR_RANKS.items()}
+    runs += train_several(4, of_four, machines=2)
+    for run in [run for run in runs if run.name.startswith("muon")]:
+        losses = logged(run)
+        assert len(losses) in (STEPS - MIDDLE, STEPS)
+        assert losses == pytest.approx(logged(whole_muon)[-len(losses) :], abs=1e-4)
+        found, expected = (weights(each / f"checkpoint_{STEPS:06d}") for each in (run, whole_muon))
+        for name, weight in expected.items():
+            assert (found[name] - weight).norm() < 0.01 * weight.norm().clamp(min=0.1), (run.name, name)
+    for run in [run for run in runs if not run.name.startswith("muon")]:
         assert_same(run, whole, steps=STEPS - MIDDLE if "_to_" in run.name else STEPS)
         of_both = [[row["lambada_perplexity"] for row in metrics(r) if "lambada_acc" in row] for r in (run, whole)]
         assert of_both[0][-1] == pytest.approx(of_both[1][-1], rel=1e-3)

@@ -108,7 +108,6 @@ def test_flags_that_do_not_fit_are_refused_in_one_line():
         (2, dict(tensor=2, model="gpt2-xl"), "25 attention heads: try one of [1, 5, 25]"),
         (4, dict(tensor=3), "--tensor 3 does not divide 4 ranks: try one of [1, 2, 4]"),
         (2, dict(tensor=2, pad_vocab=False), "needs --pad_vocab"),
-        (2, dict(tensor=2, optimizer="muon"), "--optimizer muon orthogonalizes whole matrices"),
         (2, dict(tensor=2, autocast="fp16"), "needs --parallel ddp, not --tensor 2"),
         (8, dict(tensor=2, parallel="hsdp", machine=6), "ranks of a machine do not divide 4"),
     ):
