@@ -1,7 +1,7 @@
 """How many tokens and how much time training recipes take to reach a validation loss.
 
-python -m measure.to_loss --max_steps 90                               # what each training recipe buys
-python -m measure.to_loss --max_steps 90 --recipes mask_documents=on   # what these flags change
+python -m measure.to_loss --max_steps 1090 --total_batch_size 131072      # what each training recipe buys
+python -m measure.to_loss --max_steps 1090 --recipes mask_documents=on    # what these flags change
 """
 
 import common.interrupt  # first: Ctrl-C during the other imports
@@ -25,7 +25,7 @@ from watch.curves import read_rows
 
 COLUMNS = ("rung", "final loss", "difference", "p", "tokens", "× first", "seconds", "× first")
 VAL_TOKENS = 2621440  # at most, in each of some 20 validations
-LR_WARMUP = 0.9  # of max_steps at most. A high learning rate needs a long warm-up: dev/LOG.md, "Recipes"
+LR_WARMUP = 0.1  # of max_steps at most
 
 # The defaults of --demo: 12 minutes on two CPU cores. The first recipe has GPT-3's learning rate
 DEMO = dict(lr=6e-4, max_steps=40, val_tokens=4096, seeds=2, micro_batch_size=2)
@@ -34,8 +34,7 @@ DEMO = dict(lr=6e-4, max_steps=40, val_tokens=4096, seeds=2, micro_batch_size=2)
 # by default GPT-3's (Brown et al. 2020)
 RECIPES = {
     "GPT-3's recipe": {},
-    "learning rate 1.8e-3": dict(lr=1.8e-3),
-    "linear decay to 0": dict(lr_schedule="linear", min_lr_ratio=0.0),
+    "tuned AdamW": dict(lr=1.2e-3, lr_schedule="linear", min_lr_ratio=0.0, weight_decay=0.3),  # for 143M tokens
     "Muon": OPTIMIZERS["muon"].defaults,
     "fp8, also in the head": dict(fp8=True, fp8_head=True),
 }

@@ -13,7 +13,6 @@ class Row:
     make: Callable  # of (model, config); each of its groups has its peak learning rate as "peak"
     state_bytes: tuple  # of state for each parameter, (in the blocks, in the embeddings)
     defaults: dict = field(default_factory=dict)  # of all flags that have others with it
-    needs_rows: str | None = None  # why --tensor, which splits matrices, is impossible
 
 
 def make_optimizer(model, config):

@@ -37,7 +37,6 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_modul
 from torch.distributed.tensor.parallel import loss_parallel
 
 from common.errors import Note, UserError
-from optim.optimizer import OPTIMIZERS
 from parallel.process_group import must_divide
 
 
@@ -50,8 +49,6 @@ def check_flags(config, distributed, notes):
         raise UserError("--tensor divides the rows of the embedding table equally, which needs --pad_vocab")
     must_divide("tensor", size, config.n_head, "attention heads")
     must_divide("tensor", size, distributed.world_size, "ranks")
-    if needs_rows := OPTIMIZERS[config.optimizer].needs_rows:
-        raise UserError(f"--optimizer {config.optimizer} {needs_rows}, which --tensor splits: use adamw")
     if sequence_parts(config) < size:
         reason = f"it does not divide seq_len {config.seq_len} / context {config.context}"
         notes.append(Note("tensor", size, f"{reason}, so every rank holds the whole residual stream"))
