@@ -1,4 +1,4 @@
-"""Write the tables of README.md and docs/ from the records, dev/records/*.json.
+"""Write the tables of README.md, docs/ and LOG.md from the records, dev/records/*.json.
 
     python dev/tables.py             # writes what stands between <!--table:NAME--> and <!--/table-->, and gains
     python dev/tables.py --check     # says which tables differ, with exit code 1 if one does
@@ -23,7 +23,7 @@ from measure import hardware
 from optimizations import OPTIMIZATIONS
 
 RECORDS = ROOT / "dev" / "records"
-PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "dev" / "LOG.md")
 MADE = re.compile(r"(<!--(table|gain):(\w+)-->\n?)(.*?)(<!--/\2-->)", re.S)
 CARD = {
     "GPUs": "{gpus} × {hardware}",
@@ -38,7 +38,7 @@ CARD = {
 
 @dataclass
 class Tables:
-    """Write the tables of README.md and docs/ from dev/records/."""
+    """Write the tables of README.md, docs/ and dev/LOG.md from dev/records/."""
 
     check: bool = False
     """Write nothing; say which tables differ."""

@@ -34,8 +34,8 @@ DEMO = dict(lr=6e-4, max_steps=40, val_tokens=4096, seeds=2, micro_batch_size=2)
 # by default GPT-3's (Brown et al. 2020)
 RECIPES = {
     "GPT-3's recipe": {},
-    "tuned AdamW": dict(lr=1.2e-3, lr_schedule="linear", min_lr_ratio=0.0, weight_decay=0.3),  # for 143M tokens
-    "Muon": OPTIMIZERS["muon"].defaults,
+    "tuned AdamW": dict(lr=1.2e-3, weight_decay=0.3),  # for 143M tokens in 1,090 steps, as the next
+    "tuned Muon": OPTIMIZERS["muon"].defaults | dict(lr=2.5e-3, weight_decay=0.75),
     "fp8, also in the head": dict(fp8=True, fp8_head=True),
 }
 

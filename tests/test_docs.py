@@ -71,7 +71,8 @@ def test_tables_are_those_of_the_records(page):
     for _, kind, name, old, _ in tables.MADE.findall(text):
         assert old == tables.make(kind, name), f"{name}: run python dev/tables.py"
     by_hand = tables.MADE.sub("", text)
-    assert not re.search(r"^.*---:.*$", by_hand, re.M), "a table of numbers without a record"
+    if page.name != "LOG.md":
+        assert not re.search(r"^.*---:.*$", by_hand, re.M), "a table of numbers without a record"
 
 
 def test_records_say_how_they_were_measured():

@@ -17,12 +17,12 @@ def test_the_ladder_of_recipes_climbs(train, tmp_path):
     assert [(r["rung"], r["status"]) for r in results] == [
         ("GPT-3's recipe", "done"),
         ("tuned AdamW", "done"),
-        ("Muon", "done"),
+        ("tuned Muon", "done"),
         ("fp8, also in the head", "skipped"),
     ]
     assert results[3]["reason"] == "--fp8 does nothing here: this is cpu, not an NVIDIA GPU; leave it out"
-    assert [results[i]["facts"]["lr_schedule"] for i in range(3)] == ["cosine", "linear", "wsd"]
-    assert [results[i]["facts"]["weight_decay"] for i in range(3)] == [0.1, 0.3, 0.3]
+    assert [results[i]["facts"]["lr_schedule"] for i in range(3)] == ["cosine", "cosine", "wsd"]
+    assert [results[i]["facts"]["weight_decay"] for i in range(3)] == [0.1, 0.3, 0.75]
     assert results[2]["facts"]["optimizer"] == "muon" and results[2]["facts"]["warmup_steps"] == 0
     for index, result in enumerate(results[:3], 1):
         run = folder / f"{index:02d}_seed1337"
