@@ -2,11 +2,13 @@
 
     python -m measure.kernels                                        # cross-entropy, GELU and LayerNorm
     python -m measure.kernels --kernel gelu
+    python -m measure.kernels --kernel head                          # the head with cross-entropy, by every library
     TORCH_LOGS=output_code python -m measure.kernels --kernel gelu --levels compiled        # the compiler's code
 
 These operations compute little for each byte, so memory bandwidth is their limit. GB/s are the bytes that forward and
 backward together must move at least, over their time: the same bytes for every level, so that a level that moves more
-has fewer GB/s. docs/measuring.md says what to learn from the figures.
+has fewer GB/s. Arithmetic limits the head, so its rate is in TFLOP/s. docs/measuring.md says what to learn from the
+figures.
 """
 
 import common.interrupt  # first: Ctrl-C during the other imports
@@ -24,20 +26,21 @@ from common.device import missing_compiler, missing_package
 from common.errors import UserError, run
 from measure import nvrtc
 from measure.timing import KernelFlags, dtype_of_activations, forward_and_backward, start, time_all
+from watch.hardware import installed_version, peak_flops
 
 EPSILON = 1e-5  # of LayerNorm
-Level = Literal["eager", "library", "compiled", "max-autotune", "triton", "cuda"]
+Level = Literal["eager", "library", "compiled", "max-autotune", "chunked", "liger", "quack", "triton", "cuda"]
 
 
 @dataclass
 class Flags(KernelFlags):
-    """Time cross-entropy, GELU and LayerNorm at every level, from eager PyTorch to a kernel of one's own.
+    """Time cross-entropy, GELU, LayerNorm or the head at every level, from eager PyTorch to a kernel of one's own.
 
     GELU's input has 4C columns.
     """
 
-    kernel: tuple[Literal["cross_entropy", "gelu", "layer_norm"], ...] = ("cross_entropy", "gelu", "layer_norm")
-    """Operations to time."""
+    kernel: tuple[Literal["cross_entropy", "gelu", "layer_norm", "head"], ...] = ("cross_entropy", "gelu", "layer_norm")
+    """Operations to time; the head, its GEMMs with cross-entropy, is timed alone."""
     levels: tuple[Level, ...] = get_args(Level)
     """Levels to time; some operations lack some."""
     vocab_size: int = flag(50304, at_least=1)
@@ -51,7 +54,13 @@ def main():
         raise UserError("no operation has these levels: use --kernel and --levels, see --help")
     dtype = str(dtype_of_activations(device)).removeprefix("torch.")
     note = f"{flags.tokens:,} tokens, C = {flags.n_embd}, V = {flags.vocab_size:,}, {dtype}"
-    time_all("kernels", flags, device, cases, partial(measure, flags, device), "GB/s", memory_bandwidth(device), note)
+    unit, limit = "GB/s", memory_bandwidth(device)
+    if "head" in flags.kernel:
+        if len(flags.kernel) > 1:
+            raise UserError("--kernel head has a rate in TFLOP/s, the others in GB/s: time it alone")
+        unit, limit = "TFLOP/s", peak_flops(device) / 1e12
+        note += f", liger-kernel {installed_version('liger-kernel') or 'is not installed'}"
+    time_all("kernels", flags, device, cases, partial(measure, flags, device), unit, limit, note)
 
 
 def memory_bandwidth(device):
@@ -92,7 +101,8 @@ def layer_norm(x, weight, bias):
 
 
 def library_cross_entropy(logits, targets):
-    return F.cross_entropy(logits.float(), targets)  # as under autocast
+    dtype = torch.promote_types(logits.dtype, torch.float32)  # as under autocast
+    return F.cross_entropy(logits.to(dtype), targets)
 
 
 def library_layer_norm(x, weight, bias):
@@ -112,6 +122,38 @@ def gelu_by_hand(language, x):
     return gelu.GELU.apply(x, dict(triton=gelu.by_triton, cuda=gelu.by_cuda)[language])
 
 
+def library_head(x, weight, targets):
+    return library_cross_entropy(F.linear(x, weight.to(x.dtype)), targets)
+
+
+def chunked_head(x, weight, targets):
+    """By PyTorch, 4,096 tokens at a time, as --fused_cross_entropy; the loss has the dtype of x."""
+    options = torch.nn.LinearCrossEntropyOptions(batch_chunk_size=4096)
+    return F.linear_cross_entropy(x, weight.to(x.dtype), targets, options=options)
+
+
+def liger_head(x, weight, targets):
+    """By Liger, at GPT-2's sizes 4,096 of 65,536 tokens at a time."""
+    from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
+
+    options = dict(accum_dtype=torch.float32, chunk_mem_const=4)
+    return liger_fused_linear_cross_entropy(x, weight.to(x.dtype), targets, **options)
+
+
+def quack_head(x, weight, targets):
+    """By quack, 4,096 tokens at a time, in 16 bits."""
+    from quack.linear_cross_entropy import chunked_linear_cross_entropy
+
+    return chunked_linear_cross_entropy(x, weight.to(x.dtype), targets)
+
+
+def triton_head(x, weight, targets):
+    """By --fused_cross_entropy: forward also computes both gradients, as in the three above."""
+    from kernels.cross_entropy import fused_cross_entropy  # needs Triton
+
+    return fused_cross_entropy(x, weight, targets, len(weight))
+
+
 # Mode of torch.compile; without CUDA graphs, which save launches: here one kernel takes longer than its launch
 MODES = {"compiled": None, "max-autotune": "max-autotune-no-cudagraphs"}
 
@@ -120,6 +162,7 @@ LEVELS = dict(
     cross_entropy=dict(eager=cross_entropy, library=library_cross_entropy, triton=triton_cross_entropy),
     gelu=dict(eager=gelu, library=partial(F.gelu, approximate="tanh")),
     layer_norm=dict(eager=layer_norm, library=library_layer_norm),
+    head=dict(library=library_head, chunked=chunked_head, liger=liger_head, quack=quack_head, triton=triton_head),
 )
 LEVELS["gelu"] |= {language: partial(gelu_by_hand, language) for language in ("triton", "cuda")}
 for levels in LEVELS.values():
@@ -132,9 +175,12 @@ def missing(level, device):
         return nvrtc.missing(device)
     if level in MODES and (problem := missing_compiler(device)):
         return problem
-    if level in ("max-autotune", "triton") and device.type != "cuda":
+    if level in ("max-autotune", "liger", "quack", "triton") and device.type != "cuda":
         return f"it is for GPUs, not {device.type}"
-    return missing_package("triton") if level == "triton" else None
+    if level == "liger" and not installed_version("liger-kernel"):
+        return "it needs Liger: pip install liger-kernel"
+    module = dict(quack="quack.linear_cross_entropy", triton="triton").get(level)
+    return missing_package(module) if module else None
 
 
 def function_of(kernel, level):
@@ -152,10 +198,12 @@ def function_of(kernel, level):
 
 def make_inputs(kernel, flags, device):
     """The inputs of a kernel: those that need gradients, then those that do not."""
-    dtype, N, C = dtype_of_activations(device), flags.tokens, flags.n_embd
-    shapes = dict(cross_entropy=[(N, flags.vocab_size)], gelu=[(N, 4 * C)], layer_norm=[(N, C), (C,), (C,)])[kernel]
-    leaves = [torch.randn(shape, device=device, dtype=dtype, requires_grad=True) for shape in shapes]
-    targets = [torch.randint(flags.vocab_size, (N,), device=device)] if kernel == "cross_entropy" else []
+    dtype, N, C, V = dtype_of_activations(device), flags.tokens, flags.n_embd, flags.vocab_size
+    shapes = dict(cross_entropy=[(N, V)], gelu=[(N, 4 * C)], layer_norm=[(N, C), (C,), (C,)], head=[(N, C), (V, C)])
+    leaves = [torch.randn(shape, device=device, dtype=dtype, requires_grad=True) for shape in shapes[kernel]]
+    if kernel == "head":  # the weight: float32, with GPT-2's initial standard deviation
+        leaves[1] = leaves[1].detach().float().mul_(0.02).requires_grad_()
+    targets = [torch.randint(V, (N,), device=device)] if kernel in ("cross_entropy", "head") else []
     return leaves, targets
 
 
@@ -166,7 +214,7 @@ def check(flags, device, name, level):
     """
     leaves, others = make_inputs(name, replace(flags, tokens=min(flags.tokens, 1024)), device)
     exact = [leaf.detach().double().requires_grad_() for leaf in leaves]
-    expected = (F.cross_entropy if name == "cross_entropy" else LEVELS[name]["library"])(*exact, *others)
+    expected = LEVELS[name]["library"](*exact, *others)
     result = function_of(name, level)(*leaves, *others)
     pairs = [(result, expected)]
     if result.requires_grad:
@@ -181,11 +229,12 @@ def check(flags, device, name, level):
 
 
 def measure(flags, device, name, level):
-    """{forward_ms, backward_ms, peak_gb, rate in GB/s} of a kernel at a level. Raises UserError if the device lacks it.
+    """{forward_ms, backward_ms, peak_gb, rate} of a kernel at a level. Raises UserError if the device lacks it.
 
-    The bytes are those that forward and backward must move together. Cross-entropy reads logits and writes their
-    gradient: a row fits into on-chip memory, so one pass can do both. GELU and LayerNorm read x and write y in forward,
-    read x and dy and write dx in backward, since the rest of the model is computed in between.
+    The head's rate is in TFLOP/s, of its three GEMMs; the others' is in GB/s, of the bytes that forward and backward
+    must move together. Cross-entropy reads logits and writes their gradient: a row fits into on-chip memory, so one
+    pass can do both. GELU and LayerNorm read x and write y in forward, read x and dy and write dx in backward, since
+    the rest of the model is computed in between.
     """
     if reason := missing(level, device):
         raise UserError(reason)
@@ -194,8 +243,11 @@ def measure(flags, device, name, level):
     leaves, others = make_inputs(name, flags, device)
     function = partial(function_of(name, level), *leaves, *others)
     times = forward_and_backward(device, function, leaves, flags.repeats)
+    ms = times["forward_ms"] + times["backward_ms"]
+    if name == "head":
+        return times | dict(rate=6 * flags.tokens * flags.n_embd * flags.vocab_size / ms / 1e9)
     moved = leaves[0].nbytes * (2 if name == "cross_entropy" else 5)
-    return times | dict(rate=moved / (times["forward_ms"] + times["backward_ms"]) / 1e6)
+    return times | dict(rate=moved / ms / 1e6)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Cross-entropy, GELU and LayerNorm at every level of the device: the same operation, and what its time means."""
+"""Every operation at every level of the device: the same result, and what its time means."""
 
 import json
 from functools import partial
@@ -12,14 +12,14 @@ from measure import kernels
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SMALL = "--tokens 40 --n_embd 24 --vocab_size 301 --repeats 1 --run_name levels".split()
-LEVELS = ["eager", "library"] if DEVICE.type == "cpu" else get_args(kernels.Level)
+LEVELS = ["eager", "library", "chunked"] if DEVICE.type == "cpu" else get_args(kernels.Level)
 
 
 @pytest.mark.gpu(cpu_too=True)
 @pytest.mark.parametrize("kernel", kernels.LEVELS)
 @pytest.mark.parametrize("level", LEVELS)
 def test_every_level_computes_the_same(monkeypatch, kernel, level):
-    if level not in kernels.LEVELS[kernel] or kernels.missing(level, DEVICE):
+    if level not in kernels.LEVELS[kernel] or kernels.missing(level, DEVICE) or level == "quack":  # in 16 bits alone
         pytest.skip("not here")
     if level != "cuda":  # which is for bf16
         monkeypatch.setattr(kernels, "dtype_of_activations", lambda device: torch.float32)
@@ -56,6 +56,18 @@ def test_it_measures_the_levels_of_the_device(command, call_main, tmp_path):
     table = (folder / "kernels.md").read_text()
     assert "| gelu | cuda | skipped: CUDA C++ is for NVIDIA GPUs, not cpu |" in table and "float32" in table
     expect_error(call_main("measure/kernels.py", *SMALL, "--kernel", "layer_norm", "--levels", "cuda"), "no operation")
+
+
+def test_the_head_has_flops(call_main, tmp_path):
+    flags = [*SMALL, "--device", "cpu", "--kernel", "head"]
+    assert call_main("measure/kernels.py", *flags, "--levels", "library", "chunked", "liger").returncode == 0
+    *done, liger = json.loads((tmp_path / "log" / "levels" / "kernels.json").read_text())["results"]
+    assert liger["status"] == "skipped"
+    for result in done:
+        seconds = 1e-3 * (result["forward_ms"] + result["backward_ms"])
+        assert result["rate"] * 1e12 * seconds == pytest.approx(3 * 2 * 40 * 24 * 301)
+    assert ", liger-kernel " in (tmp_path / "log" / "levels" / "kernels.md").read_text()
+    expect_error(call_main("measure/kernels.py", *flags, "gelu"), "time it alone")
 
 
 @pytest.mark.gpu
