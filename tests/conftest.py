@@ -199,7 +199,8 @@ def fork_server():
         listener.listen(128)
         number = listener.fileno()
         command = [sys.executable, code, "main", path, str(number)]
-        environment = os.environ | dict(PYTHONPATH=str(ROOT))
+        paths = filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])
+        environment = os.environ | dict(PYTHONPATH=os.pathsep.join(paths))
         server = subprocess.Popen(command, stdin=subprocess.PIPE, env=environment, pass_fds=[number])
     return server, path
 
