@@ -30,12 +30,13 @@ def machine_code(source, name, capability):
 def kernel(source, name):
     """A kernel as a function of the present GPU: run(blocks, threads, *arguments), blocks and threads in x, y and z;
     arguments are tensors, and integers for C++'s int."""
-    from cuda.core import LaunchConfig, launch
+    from cuda.core import LaunchConfig, Stream, launch
 
     function = machine_code(source, name, torch.cuda.get_device_capability()).get_kernel(name)
 
     def run(blocks, threads, *arguments):
         values = [x.data_ptr() if isinstance(x, torch.Tensor) else np.int32(x) for x in arguments]
-        launch(torch.cuda.current_stream(), LaunchConfig(grid=blocks, block=threads), function, *values)
+        stream = Stream.from_handle(torch.cuda.current_stream().cuda_stream)
+        launch(stream, LaunchConfig(grid=blocks, block=threads), function, *values)
 
     return run
