@@ -4,9 +4,8 @@ import shlex
 import signal
 import sys
 
-from tqdm import tqdm
-
 from checkpoints.run_folder import folder_of, lock, make_folder
+from common.cli import print_over_bar
 from common.errors import UserError
 from common.files import read_json, write_json
 from watch.hardware import environment
@@ -71,7 +70,7 @@ class Results:
         """
         self.rows.append(row)
         self._texts.append(cells if row["status"] == "done" else [*cells, f"{row['status']}: {row['reason']}"])
-        tqdm.write(align(self._texts[-1], self.columns))
+        print_over_bar(align(self._texts[-1], self.columns))
         self._write()
         text = f"{markdown_table(self.columns, self._texts)}\n\n{note}"
         if self.done:

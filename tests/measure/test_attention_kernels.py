@@ -16,6 +16,7 @@ SMALL = "--device cpu --tokens 64 --lengths 16 32 --widths 8 --n_embd 16 --repea
 def test_it_measures_every_kernel_of_the_device(command, call_main, tmp_path):
     done = command("measure/attention.py", *SMALL)
     assert done.returncode == 0, done.stdout + done.stderr
+    assert "attention: " not in done.stderr  # in a pipe a bar is a line every 30 seconds, and no more
     folder = tmp_path / "log" / "side_by_side"
     results = json.loads((folder / "attention.json").read_text())["results"]
     assert [(r["name"], r["T"]) for r in results] == [
