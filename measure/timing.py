@@ -119,19 +119,19 @@ def forward_and_backward(device, function, leaves, repeats):
     return times
 
 
-def time_all(kind, flags, device, cases, measure, unit, limit, note):
+def time_all(kind, flags, device, cases, measure, unit, limit, note, passes=("forward", "backward")):
     """Measure one kernel after the other: a table in the terminal, KIND.json and KIND.md.
 
     cases: {name: value} of each, which measure(**case) takes; it returns {name: value} of a result. unit: that of its
-    "rate", and of `limit`, the device's own rate, or None or 0. note: below the table.
+    "rate", and of `limit`, the device's own rate, or None or 0. note: below the table. passes: those that cases have.
     """
-    results = Results(flags, kind, device, (*cases[0], "forward ms", "backward ms", unit, "of limit", "peak GB"))
+    results = Results(flags, kind, device, (*cases[0], *(f"{each} ms" for each in passes), unit, "of limit", "peak GB"))
     note += f"; the limit is {limit:,.0f} {unit}" if limit else ""
     for case in progress(cases, kind, unit="kernel"):
         result = case | dict(facts=results.environment) | attempt(partial(measure, **case), device)
         cells = [*map(str, case.values())]
         if result["status"] == "done":
-            cells += [f"{result['forward_ms']:.3f}", f"{result['backward_ms']:.3f}", f"{result['rate']:,.4g}"]
+            cells += [*(f"{result[f'{each}_ms']:.3f}" for each in passes), f"{result['rate']:,.4g}"]
             cells.append(f"{result['rate'] / limit:.0%}" if limit else "–")
             cells.append("–" if result["peak_gb"] is None else f"{result['peak_gb']:.2f}")
         results.add(result, cells, f"{note}. GB/s are 10^9 bytes, GB 2^30.")

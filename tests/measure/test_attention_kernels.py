@@ -54,10 +54,10 @@ def test_a_kernel_that_cannot_run_is_a_row_with_its_reason(tmp_path, capsys):
             raise errors[name]
         return dict(forward_ms=1.0, backward_ms=0.0, peak_gb=None, rate=2.0)
 
-    def table(*names):
+    def table(*names, **options):
         flags = attention.Flags(log_dir=str(tmp_path), run_name="-".join(names))
         cases = [dict(name=name, T=2048) for name in names]
-        timing.time_all("kernels", flags, torch.device("cpu"), cases, measure, "TFLOP/s", 4, "A note")
+        timing.time_all("kernels", flags, torch.device("cpu"), cases, measure, "TFLOP/s", 4, "A note", **options)
         return (tmp_path / flags.run_name / "kernels.md").read_text().splitlines()
 
     assert table("fine", *errors)[2:] == [
@@ -71,6 +71,7 @@ def test_a_kernel_that_cannot_run_is_a_row_with_its_reason(tmp_path, capsys):
         f"{platform.machine()} cpu, PyTorch {torch.__version__}.",
     ]
     assert "skipped: no head of 999\n" in capsys.readouterr().out
+    assert table("fine", passes=("forward",))[2] == "| fine | 2048 | 1.000 | 2 | 50% | – |"
     errors["broken"] = ValueError("a bug")
     with pytest.raises(ValueError, match="a bug"):
         table("broken")
