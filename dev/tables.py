@@ -145,7 +145,19 @@ def hardware_table():
     return markdown({name: f"{{{name}}}" for name in rows[0]}, rows)
 
 
+def flash_attention():
+    """The versions of FlashAttention in attention.json, and the share of the H100's peak that their kernels reach."""
+    record = load("attention")
+    table = record["flash_attention"]
+    for row in table["rows"]:
+        if kernel := row.get("kernel"):
+            rates = {at["T"]: at["TFLOP/s"].get(kernel) or at[kernel] for at in record["rows"]}
+            row["measured"] = {T: rate if isinstance(rate, str) else rate / 989.4 for T, rate in rates.items()}
+    return markdown(table["columns"], table["rows"])
+
+
 SPECIAL = dict(ladder=ladder, optimizations=optimizations, cards=cards, hardware=hardware_table)
+SPECIAL |= dict(flash_attention=flash_attention)
 
 if __name__ == "__main__":
     run(main)
