@@ -183,11 +183,13 @@ def train_to_end(config, results, name, ranks):
     own = run_config(config, log_dir=str(results.folder), run_name=name)
     run = ChildRun(train_whole, own, ranks, results.folder / f"{name}.txt")
     try:
-        return results.keep(result | dict(status="done", facts=run.answer()))
+        facts = run.answer()
+        run.close()
+        return results.keep(result | dict(status="done", facts=facts))
     except (UserError, RuntimeError) as error:
         return result | explain(error)
     finally:
-        run.close(seconds=0)
+        run.close(seconds=0)  # Ctrl-C does not wait for it
 
 
 def train_whole(config, pipe):

@@ -87,7 +87,7 @@ class Results:
 
 def align(texts, columns, first=30):
     """A line of the terminal's table, the first column to the left and the others to the right."""
-    widths = [max(10, len(name)) for name in columns[1:]]
+    widths = [max(11, len(name)) for name in columns[1:]]  # "not reached"
     return "  ".join([texts[0].ljust(first), *(text.rjust(width) for text, width in zip(texts[1:], widths))])
 
 

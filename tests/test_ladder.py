@@ -94,7 +94,7 @@ def test_a_ladder_climbs(train, tmp_path):
     for rung, r in done.items():
         assert r["ms"] == pytest.approx(1000 * r["facts"]["total_batch_size"] / r["tokens_per_sec"])
         assert 0.1 < r["peak_gb"] < 10
-        assert f"{rung:30}  {r['ms']:10.2f}  {r['tokens_per_sec']:10,.0f}" in output
+        assert f"{rung:30}  {r['ms']:11.2f}  {r['tokens_per_sec']:11,.0f}" in output
         assert f"| {rung} | {r['ms']:.2f} | {r['tokens_per_sec']:,.0f} |" in table
         if r is not baseline:
             low, ratio, high = (r["gain"][name] for name in ("low", "ratio", "high"))
