@@ -130,7 +130,8 @@ def report(trainer, results):
 def write_record(config, distributed, measured, gpu):
     """Write --record's file. measured: of report(); gpu: rank 0's, of gpu_facts()."""
     facts = environment(distributed.device) | dict(gpus=distributed.world_size, gpu=gpu)
-    facts["command"] = facts["command"].replace(f" --record {shlex.quote(config.record)}", "")  # whose path is private
+    for own in (f"--record {shlex.quote(config.record)}", shlex.quote(f"--record={config.record}")):  # a private path
+        facts["command"] = facts["command"].replace(f" {own}", "")
     facts |= {name: getattr(config, name) for name in SIZES}
     on = [name for name, is_on in plan_switches(config).items() if is_on]
     write_json(config.record, facts | dict(on=on) | measured)

@@ -315,7 +315,8 @@ def check_traced_steps(config, step, device):
 
 def set_sizes(config, start, typed=()):
     """Set the model's sizes, in place. With --init_from, unless they are set, also seq_len, to the weights' positions
-    at most, and total_batch_size, so that an epoch has ten steps. Raises UserError if flags contradict the weights."""
+    at most, and total_batch_size, so that an epoch has ten to twenty steps. Raises UserError if flags contradict the
+    weights."""
     pretrained, resumed = (start.sizes, start.resumed) if start else (None, None)
     sizes = ("n_layer", "n_head", "n_embd")
     if config.init_from != "scratch":
@@ -336,7 +337,9 @@ def set_sizes(config, start, typed=()):
                 f"--seq_len {config.seq_len}, but {config.init_from} has {pretrained.seq_len} positions: "
                 f"use --seq_len {pretrained.seq_len}"
             )
-        if not resumed and "total_batch_size" not in chosen:
+        if resumed and "total_batch_size" not in chosen:  # what the run began with
+            config.total_batch_size = start.training["run"].get("total_batch_size", config.total_batch_size)
+        elif "total_batch_size" not in chosen:
             tokens = min(config.total_batch_size, sum(map(len, open_shards(config.data_dir, "train"))) // 10)
             config.total_batch_size = config.seq_len * 2 ** (max(1, tokens // config.seq_len).bit_length() - 1)
         return

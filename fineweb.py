@@ -99,7 +99,7 @@ def find_input(pattern):
     """The files that --input names: of a folder, those of known formats. A name with brackets may be no pattern."""
     if os.path.isdir(pattern):
         inside = glob.glob(os.path.join(glob.escape(pattern), "**"), recursive=True)
-        return [path for path in inside if suffix(path) in FORMATS]
+        return [path for path in inside if suffix(path) in FORMATS and os.path.isfile(path)]
     return [pattern] if os.path.exists(pattern) else glob.glob(pattern)
 
 
@@ -136,7 +136,8 @@ def main():
             shards = fill(folder, flags)
     except OSError as error:
         raise UserError(
-            f"cannot write {flags.out}: {error.strerror}; make room or choose another --out, and run it again"
+            f"cannot write {flags.out}: {error.strerror or first_line(error)}; make room or choose another --out, and "
+            "run it again"
         ) from error
     val, *train = (shard["tokens"] for shard in shards)
     tokens = val + sum(train)

@@ -83,7 +83,8 @@ def find_checkpoint(config, distributed):
         if config.run_name is None:
             config.log_dir, config.run_name = str(from_here(run.parent)), run.name
         find_data(config, Path(facts_of(run).get("started_in", "")))
-    if distributed.broadcast(distributed.on_main(lambda: continues(config))):
+    again = distributed.broadcast(distributed.on_main(lambda: continues(config)))
+    if again or (path and config.run_name and restarted(distributed)):
         if found := load.newest(Path(config.log_dir) / config.run_name, distributed):
             return found
     if path and (path / TRAINING).is_file():
@@ -111,6 +112,11 @@ def continues(config):
         return False
     folder = folder_of(config.log_dir, config.run_name)
     return config.resume == "auto" or (config.resume != "never" and facts_of(folder).get("resume") == config.resume)
+
+
+def restarted(distributed):
+    """Whether torchrun --max-restarts has started the processes of any machine again. A collective."""
+    return distributed.all_reduce(int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")))[0] > 0
 
 
 def changed_flags(start, config):

@@ -127,9 +127,9 @@ def run(main):
                 raise
             error = f"another rank has ended ({sign}): its own output, or torchrun's summary, says why"
         elif isinstance(error, OSError):
-            if error.errno not in (errno.EACCES, errno.EDQUOT, errno.ENOSPC, errno.EROFS):
+            if error.errno not in (errno.EACCES, errno.EDQUOT, errno.ENAMETOOLONG, errno.ENOSPC, errno.EROFS):
                 raise
-            error = f"cannot write {error.filename or 'a file'}: {error.strerror}"
+            error = f"{error.strerror}{f': {error.filename}' if error.filename else ''}"
         rank = os.environ.get("RANK", "0")
         if rank != "0":
             time.sleep(5)  # rank 0 usually prints the same error, and torchrun then ends this rank

@@ -9,7 +9,7 @@ import urllib.error
 import urllib.request
 from pathlib import Path
 
-from common.errors import first_line
+from common.errors import UserError, first_line
 from common.files import regular_file
 
 TIMEOUT = 5  # seconds for each of the hub's addresses, unless HF_HUB_ETAG_TIMEOUT is set
@@ -20,16 +20,18 @@ def check_hub():
     """Call this before `huggingface_hub` or `datasets` is imported: both read HF_HUB_OFFLINE then.
 
     They retry for minutes on a hub that does not answer, so this asks once, and without an answer sets HF_HUB_OFFLINE:
-    files that are already downloaded load, others are an error at once. Raises ValueError for a malformed HF_ENDPOINT.
+    files that are already downloaded load, others are an error at once. Raises UserError for a malformed HF_ENDPOINT.
     """
     if os.environ.get("HF_HUB_OFFLINE"):
         return
     endpoint = os.environ.get("HF_ENDPOINT") or "https://huggingface.co"
-    request = urllib.request.Request(endpoint, method="HEAD")
     try:
+        request = urllib.request.Request(endpoint, method="HEAD")
         urllib.request.urlopen(request, timeout=float(os.environ.get("HF_HUB_ETAG_TIMEOUT") or TIMEOUT)).close()
     except (urllib.error.HTTPError, http.client.HTTPException):
         pass  # it is an answer
+    except ValueError as error:
+        raise UserError(f"HF_ENDPOINT or HF_HUB_ETAG_TIMEOUT is malformed: {error}") from error
     except OSError as error:
         reason = getattr(error, "reason", error)
         if isinstance(reason, ssl.SSLError):

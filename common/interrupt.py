@@ -77,6 +77,6 @@ class StopSignal:
 
 # only in a process that runs a command, not in one that imports it
 root, script = Path(__file__).resolve().parent.parent, getattr(sys.modules["__main__"], "__file__", None)
-if script and Path(script).resolve().parent in (root, root / "measure", root / "watch"):
+if script and Path(script).resolve().parent in (root, root / "dev", root / "measure", root / "watch"):
     end_at_once()
     gc.disable()  # garbage collection takes a quarter of the imports' time, and finds nothing

@@ -9,7 +9,7 @@ import torch
 
 from common.errors import UserError
 from data.shards import identity, open_shards
-from data.tokenizer import END_OF_TEXT
+from data.tokenizer import END_OF_TEXT, vocabulary_folder
 from kernels.documents import find_offsets, move_offsets
 
 # Shards that are shuffled together. Indexing 8 shards of 100M tokens takes about a second and 1.6 GB of page cache; all
@@ -107,6 +107,7 @@ def open_streams(config, distributed):
         from data.demo import make_data
 
         distributed.on_main(lambda: make_data(config.data_dir))
+    vocabulary_folder()  # checkpoints have its files: one that is missing is an error now
     train = TokenStream(open_shards(config.data_dir, "train"), config.seed, config.shuffle)
     val = TokenStream(open_shards(config.data_dir, "val"))
     if train.total < config.total_batch_size:

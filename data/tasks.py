@@ -46,10 +46,8 @@ def load_items(path=None, limit=None, name="hellaswag"):
             from pyarrow.parquet import read_table
         rows = read_table(file).to_pylist() if table else file.read_bytes().splitlines()
     except (OSError, ValueError) as error:
-        raise UserError(
-            f"cannot read {source} ({first_line(error)}); --tasks {name}=FILE reads a local file, --hellaswag_every 0 "
-            "trains without tasks"
-        ) from error
+        hint = f"; --tasks {name}=FILE reads a local file, --hellaswag_every 0 trains without tasks"
+        raise UserError(f"cannot read {source} ({first_line(error)}){'' if path else hint}") from error
     items = []
     for number, row in enumerate(rows, 1):
         if not table and not row.strip():

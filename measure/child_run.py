@@ -13,6 +13,7 @@ import shutil
 import signal
 import socket
 import sys
+import time
 from dataclasses import fields
 from multiprocessing import connection
 from pathlib import Path
@@ -137,8 +138,9 @@ class ChildRun:
         """End the processes: they have these seconds to end by themselves."""
         for pipe in self._pipes:
             pipe.close()
-        connection.wait([process.sentinel for process in self._processes], seconds)
+        end = time.monotonic() + seconds
         for process in self._processes:
+            process.join(max(0, end - time.monotonic()))
             process.kill()  # one that is still at work
             process.join()  # its memory is free then
 

@@ -208,7 +208,7 @@ def make_inputs(kernel, flags, device):
 
 
 def check(flags, device, name, level):
-    """Compare a kernel at a level with PyTorch's in float64, on 1,024 rows: its value and gradients.
+    """Compare a kernel at a level with PyTorch's in float64, on 1,024 rows: its value and the gradients of autograd.
 
     Raises AssertionError if they differ by more than rounding.
     """

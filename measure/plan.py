@@ -82,8 +82,10 @@ def main():
     config, typed = read_command_line(PlanConfig)
     if config.gpus > config.gpus_per_machine and config.gpus % config.gpus_per_machine:
         raise UserError(f"--gpus {config.gpus} is not a multiple of --gpus_per_machine {config.gpus_per_machine}")
-    if config.fp8 or config.autocast == "off" or config.overlap_gradients or config.init_from != "scratch":
-        raise UserError("a plan does not know --fp8, --autocast off, --overlap_gradients, --init_from: leave them out")
+    slow = config.autocast == "off" or not config.flash or typed.get("compile") is False
+    if slow or config.fp8 or config.overlap_gradients or config.init_from != "scratch":
+        unknown = "--fp8, --autocast off, --no_compile, --no_flash, --overlap_gradients, --init_from"
+        raise UserError(f"a plan does not know {unknown}: leave them out")
     sized = replace(config)
     set_sizes(sized, None)
     if config.gpu in ("V100", "T4"):

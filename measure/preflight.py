@@ -51,9 +51,7 @@ def main():
     flags = parse(Flags)
     start = dict(imports=seconds_since_start())
     distributed = process_group.start(flags.device)
-    start["rendezvous"] = seconds_since_start() - start["imports"]
-    distributed.all_reduce(0)
-    start["first all-reduce"] = seconds_since_start() - sum(start.values())
+    start["process group"] = seconds_since_start() - start["imports"]  # with its first collective
     facts = environment(distributed.device)
     results = distributed.on_main(lambda: Results(flags, "preflight", distributed.device, COLUMNS))
     name = f"{facts['hardware']} {distributed.device.index or 0} of {platform.node()}"
@@ -177,7 +175,7 @@ def find_problems(rows, flags):
                 found.append(f"{words} {1 - value / usual:.0%} slower than the other ranks'")
             elif peak and value < flags.share * peak:
                 found.append(f"{words} at {value / peak:.0%} of the peak, {peak:,.0f}")
-        if row["bits"] != statistics.mode(other["bits"] for other in rows if other["hardware"] == row["hardware"]):
+        if statistics.multimode(r["bits"] for r in rows if r["hardware"] == row["hardware"]) != [row["bits"]]:
             found.append("its GEMM's result is not that of the other GPUs")
         if found:
             problems.append(f"rank {rank} ({row['name']}): {', '.join(found)}")

@@ -88,13 +88,14 @@ def sweep(config, typed=()):
 
 def measure_cell(config, results, name):
     """The result of a cell's SweepConfig, of turns.measure() or kept from an earlier start."""
-    if before := results.kept(name, shown_command(config, config.gpus)):
+    before = results.kept(name, shown_command(config, config.gpus))
+    if before and before.get("steps") == config.steps:
         return before
     timed, row = measure(config, config.gpus, results, name, 0, config.steps)
     if not timed:
         return row
     timed.close()
-    return results.keep(row | dict(loss=timed.losses[-1]))
+    return results.keep(row | dict(loss=timed.losses[-1], steps=config.steps))
 
 
 if __name__ == "__main__":

@@ -106,6 +106,7 @@ def forward_and_backward(device, function, leaves, repeats):
         forward.append(ms)
         if not y.requires_grad:
             backward.append(0.0)
+            del y
             continue
         gradient = torch.ones_like(y) if y.dim() == 0 else torch.randn_like(y)
         ms, _ = time_of(device, partial(y.backward, gradient), flush)

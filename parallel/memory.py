@@ -51,10 +51,10 @@ def choose_micro_batch_size(config, distributed, free):
     sequences = config.total_batch_size // (config.seq_len * distributed.data_size)  # of a rank in a step
     largest = LARGEST_MICRO_BATCH
     if config.pipeline > 1:  # with 4 micro-batches for each stage the bubble is small (Huang et al. 2019, "GPipe")
-        largest = min(largest, sequences // (4 * config.pipeline))
+        largest = max(1, min(largest, sequences // (4 * config.pipeline)))
     if free is None:  # on a CPU more tokens gain nothing
-        largest = min(largest, 1024 // config.seq_len)
-    sizes = [2**i for i in range(8) if 2**i <= max(1, largest) and sequences % 2**i == 0]
+        largest = max(1, min(largest, 1024 // config.seq_len))
+    sizes = [2**i for i in range(8) if 2**i <= largest and sequences % 2**i == 0]
     if free is None:
         return sizes[-1], f"the default on {distributed.device.type}"
     memory = f"the {free / 2**30:.0f} GB of free memory"
@@ -91,14 +91,18 @@ def peak_bytes(config, distributed):
     params, shards = params_of_rank(config), shard_group_size(config, distributed)
     states, activations = bytes_of_states(config) / shards, bytes_of_activations(config)
     peak = bytes_of_weights(config, distributed) + states + activations
+    evaluation = 0
+    if is_sharded(config) and (config.val_every or config.hellaswag_every or config.sample_every):
+        # it gathers all weights, see fsdp.gathered(); there are no gradients
+        evaluation = (4 / shards + compute_bytes(config)) * params + states
     accumulates = accumulation_steps(config, distributed.data_size) > 1
     if not accumulates and (is_sharded(config) or distributed.world_size == 1):
         # there are no gradients until backward, which makes them while it frees activations
-        return peak - min(4 * params / shards, activations)
+        return max(evaluation, peak - min(4 * params / shards, activations))
     if config.compile and not is_sharded(config):
         # a compiled backward ends with all new gradients, beside the accumulated ones or DDP's buckets
         return max(peak, (4 + 4 + 4) * params + states)
-    return peak
+    return max(evaluation, peak)
 
 
 def params_of_rank(config):

@@ -69,6 +69,11 @@ def test_fine_tuning_fits_the_weights_and_the_data(corpus):
         config = Config(init_from="x", data_dir=str(corpus), **flags)
         set_sizes(config, start, typed)
         assert (config.seq_len, config.total_batch_size) == expected
+    # the same command again continues with the batch that the run has, whatever the data's tokens are now
+    start = SimpleNamespace(sizes=start.sizes, resumed="log/x/checkpoint", training=dict(run=dict(total_batch_size=64)))
+    config = Config(init_from="x", data_dir=str(corpus))
+    set_sizes(config, start)
+    assert config.total_batch_size == 64
 
 
 def test_the_micro_batch_fits_and_divides():

@@ -3,6 +3,7 @@
 import functools
 
 import torch
+import torch.distributed as dist
 from torch.nn.utils import get_total_norm
 
 from common.cli import progress
@@ -48,6 +49,9 @@ def print_norms(run, tokens):
             loss.backward()
     for hook in hooks:
         hook.remove()
+    if distributed.world_size > 1 and not is_sharded(config):  # the model was called without DDP
+        for parameter in model.parameters():
+            dist.all_reduce(parameter.grad.div_(distributed.world_size))
     table = full_tensor(model.transformer.wte.weight.detach()).float()
     logits = (torch.cat(last_tokens) @ table.T).abs().amax()  # of the last token of each sequence
     values = [logits, *(value for name, layer in layers.items() for value in norms(layer, squares[name]))]

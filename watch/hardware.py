@@ -52,8 +52,9 @@ PEAK_TFLOPS = {
 def peak_flops(device):
     """The device's dense bf16 peak in FLOP/s; 0 if it is unknown."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
-    # a laptop's card or China's (D) is slower
-    known = (1e12 * peak for part, peak in PEAK_TFLOPS.items() if re.search(rf"\b{part}\b(?! (Laptop|D\b))", name))
+    # a laptop's card or China's (D) is slower, a MIG slice is a part of a card
+    whole = r"\b{}\b(?! (Laptop|D\b)|.* MIG )"
+    known = (1e12 * peak for part, peak in PEAK_TFLOPS.items() if re.search(whole.format(part), name))
     return next(known, 0)
 
 

@@ -85,13 +85,14 @@ def go_back(run, health, tokens):
         checkpoint = distributed.broadcast(distributed.on_main(lambda: first_intact(sound)))
     if not checkpoint:
         if log and not health.bad_steps:
-            print(f"step {run.step:5d}/{config.max_steps} | {health.problem}: no rollback is left, training goes on")
+            reason = "no rollback is left" if len(done) >= config.rollbacks else "there is no sound checkpoint"
+            print(f"step {run.step:5d}/{config.max_steps} | {health.problem}: {reason}, training goes on")
         health.forget()
         return None
     print_norms(run, tokens)
     training = read_training(checkpoint)
     skipped = run.tokens - training["tokens"]
-    lost = run.start.trained_seconds + trainer.monitor.trained_seconds - training["trained_seconds"]
+    lost = run.start.trained_seconds + trainer.monitor.trained_seconds - training.get("trained_seconds", 0.0)
     if log:
         print(
             f"step {run.step:5d}/{config.max_steps} | {health.problem}: back to {checkpoint}, with {LR_FACTOR:g} × the "

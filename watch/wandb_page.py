@@ -42,11 +42,11 @@ class WandbPage:
         facts["wandb_id"] names a page to continue, or is None. The environment variable WANDB_RUN_GROUP names a group.
         """
         self._folder = folder / "wandb"
-        timeout = float(os.environ.get("WANDB_INIT_TIMEOUT", 30))  # seconds that the server has to answer
         for mode in self._modes:
             try:
                 import wandb
 
+                timeout = float(os.environ.get("WANDB_INIT_TIMEOUT", 30))  # seconds that the server has to answer
                 self._samples = wandb.Table(columns=["step", "text"], log_mode="INCREMENTAL")
                 self.run = wandb.init(
                     project=os.environ.get("WANDB_PROJECT", "gpt2"),

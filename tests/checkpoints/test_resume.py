@@ -3,6 +3,7 @@
 import json
 import shutil
 import tarfile
+from dataclasses import replace
 
 import pytest
 from conftest import ALONE, ROOT, expect_error, logged, metrics, write_corpus
@@ -172,3 +173,12 @@ def test_torchruns_restarts_need_the_name_of_a_run(monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
     with pytest.raises(UserError, match="torchrun --max-restarts needs --run_name"):
         resume.find_start(Config(), ALONE)
+
+
+def test_torchruns_restart_continues_from_the_newest_checkpoint(train, monkeypatch):
+    """Not from the one that --resume names, from which the run's first start went back."""
+    run = train("run", "--checkpoint_every", 1, "--max_steps", 2, drop="--checkpoint_every --max_steps")
+    config = Config(resume=str(run / "checkpoint_000001"))
+    assert resume.find_start(replace(config), ALONE).step == 1
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert resume.find_start(replace(config), ALONE).step == 2

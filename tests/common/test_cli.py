@@ -244,10 +244,10 @@ def test_a_full_disk_is_one_line(monkeypatch, capfd):
     with pytest.raises(SystemExit) as ended:
         errors.run(write)
     assert ended.value.code == 1
-    assert capfd.readouterr().err == "error: cannot write a file: No space left on device\n"
+    assert capfd.readouterr().err == "error: No space left on device\n"
     with pytest.raises(SystemExit):
         errors.run(lambda: (_ for _ in ()).throw(PermissionError(errno.EACCES, "Permission denied", "curves.png")))
-    assert capfd.readouterr().err == "error: cannot write curves.png: Permission denied\n"
+    assert capfd.readouterr().err == "error: Permission denied: curves.png\n"
 
 
 def test_a_compile_cache_that_cannot_be_written_is_one_line(monkeypatch, capfd, tmp_path):

@@ -32,7 +32,7 @@ def test_ranks_are_measured_and_compared(command, tmp_path):
     flags = "--device cpu --seconds 0.01 --tolerance 0.99 --run_name before".split()
     done = command("measure/preflight.py", *flags, ranks=2)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "s rendezvous" in done.stdout
+    assert "s process group" in done.stdout
     rows = json.loads((tmp_path / "log" / "before" / "preflight.json").read_text())["results"]
     assert [each["rank"] for each in rows] == [0, 1] and rows[0]["bits"] == rows[1]["bits"]
     assert all(each[rate] > 0 for each in rows for rate in preflight.RATES)
@@ -79,3 +79,4 @@ def test_the_slow_or_faulty_rank_is_named():
     ):
         rows = [row(0), row(1), row(2, **changes), row(3)]
         assert preflight.find_problems(rows, flags) == [f"rank 2 (H100 2 of node7): {words}"]
+    assert len(preflight.find_problems([row(0), row(1, bits=4)], flags)) == 2  # two that differ: either may be faulty

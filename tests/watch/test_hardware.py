@@ -82,6 +82,7 @@ def test_gpu_facts_by_nvidia_smi(tmp_path, monkeypatch):
         ("NVIDIA RTX PRO 6000 Blackwell Max-Q Workstation Edition", None),
         ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
         ("NVIDIA GeForce RTX 5090 D", None),
+        ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", None),
         ("Quadro RTX 6000", None),
         ("T400", None),
         ("Some GPU", None),
