@@ -21,6 +21,7 @@ from common.cli import ROOT, parse
 from common.errors import UserError, run
 from measure import hardware
 from optimizations import OPTIMIZATIONS
+from watch.hardware import PEAK_TFLOPS
 
 RECORDS = ROOT / "dev" / "records"
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "dev" / "LOG.md")
@@ -148,16 +149,16 @@ def hardware_table():
 def flash_attention():
     """The versions of FlashAttention in attention.json, and the share of the H100's peak that their kernels reach."""
     record = load("attention")
-    table = record["flash_attention"]
+    table, peak = record["flash_attention"], PEAK_TFLOPS["H100"]
     for row in table["rows"]:
         if kernel := row.get("kernel"):
             rates = {at["T"]: at["TFLOP/s"].get(kernel) or at[kernel] for at in record["rows"]}
-            row["measured"] = {T: rate if isinstance(rate, str) else rate / 989.4 for T, rate in rates.items()}
+            row["measured"] = {T: rate if isinstance(rate, str) else rate / peak for T, rate in rates.items()}
     return markdown(table["columns"], table["rows"])
 
 
 SPECIAL = dict(ladder=ladder, optimizations=optimizations, cards=cards, hardware=hardware_table)
-SPECIAL |= dict(flash_attention=flash_attention)
+SPECIAL["flash_attention"] = flash_attention
 
 if __name__ == "__main__":
     run(main)
