@@ -186,14 +186,14 @@ def train(flags, distributed, typed, stop):
     train_stream, val_stream, data = open_streams(config, distributed)
     resume.check_same(start, config, data)
     tasks = tasks_in_training(config)
-    loader = Loader(train_stream, config.micro_batch_size, config.seq_len, distributed)
+    loader = Loader(train_stream, config.micro_batch_size, config.seq_len, distributed, start.position)
     trainer = build(config, distributed, start.weights, start.sizes)
     if start.resumed:
-        resume.restore(start, trainer.model, trainer.optimizer, trainer.scaler, loader, distributed)
+        resume.restore(start, trainer.model, trainer.optimizer, trainer.scaler, distributed)
     flops = flops_per_token(trainer.model, config.seq_len)
     log = distributed.on_main(lambda: RunLog(config, flags, distributed, flops, start.resumed, start.training))
     config.run_name = distributed.broadcast(log and log.folder.name)  # RunLog names a run that has no name
-    checkpointer = Checkpointer(trainer, loader, data, log, start)
+    checkpointer = Checkpointer(trainer, data, log, start)
     run = Run(trainer, loader, val_stream, tasks, log, checkpointer, start, start.step, start.tokens)
     plan.print_plan(run, notes, plan_switches(config))
     with out_of_memory(memory.less_memory(config.micro_batch_size)), watched(run) as tracer:

@@ -24,14 +24,13 @@ class Checkpointer:
     Every rank has one, since a snapshot is a collective. Rank 0 writes; the ranks of a sharded model all write.
     """
 
-    def __init__(self, trainer, loader, data, log, start):
+    def __init__(self, trainer, data, log, start):
         """trainer: train_gpt2.Trainer. data: the shards' identity(). log: rank 0's RunLog, None on the other ranks.
         start: a resume.Start."""
         self.config, self.distributed = trainer.config, trainer.distributed
         self.model, self.optimizer, self.scaler = trainer.model, trainer.optimizer, trainer.scaler
         self.monitor = trainer.monitor
-        self.loader, self.data, self.start = loader, data, start
-        self.log = log
+        self.data, self.log, self.start = data, log, start
         self.folder = Path(self.config.log_dir) / self.config.run_name
         self.group = dist.new_group(backend="gloo") if has_dtensors(self.model) else None
         self.saved = start.step  # the step of the last snapshot, written or not; at first where the run starts
@@ -67,8 +66,6 @@ class Checkpointer:
             return
         training = dict(step=step, tokens=tokens, scaler=self.scaler.state_dict()) | self.data
         training["trained_seconds"] = self.start.trained_seconds + self.monitor.trained_seconds
-        # the loader may be inside an interrupted step
-        training["loader"] = dict(self.loader.state(), position=tokens + self.start.skipped_tokens)
         if self.log:
             training["run"] = dict(self.log.facts)
             self.log.flush()

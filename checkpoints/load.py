@@ -21,7 +21,7 @@ from data.tokenizer import VOCAB_SIZE
 from model import GPT, GPTConfig
 
 # What a run resumes from, in training.json
-FIELDS = dict(step=int, tokens=int, loader=dict, scaler=dict, run=dict, shards=dict, manifest=str | None)
+FIELDS = dict(step=int, tokens=int, scaler=dict, run=dict, shards=dict, manifest=str | None)
 
 
 def newest(folder, distributed):

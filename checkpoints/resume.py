@@ -40,8 +40,9 @@ class Start:
         return self.training["rollbacks"] if self.training else []
 
     @property
-    def skipped_tokens(self):
-        return sum(rollback["skipped_tokens"] for rollback in self.rollbacks)
+    def position(self):
+        """In the data: the tokens that the run has trained on, or skipped."""
+        return self.tokens + sum(rollback["skipped_tokens"] for rollback in self.rollbacks)
 
     @property
     def trained_seconds(self):
@@ -133,16 +134,19 @@ def changed_flags(start, config):
 
 
 def check_same(start, config, data):
-    """Raises UserError if the optimizer or the data differ from the checkpoint's. data: from open_streams."""
+    """Raises UserError if the optimizer, the data or their order differ from the checkpoint's. data: from
+    open_streams."""
     if not start.resumed:
         return
     from_weights = f"start another --run_name from its weights with --init_from {start.resumed}"
-    optimizer = start.training["run"].get("optimizer")
-    if optimizer not in (None, config.optimizer):
-        raise UserError(
-            f"{start.resumed} was trained with --optimizer {optimizer}: continue with it instead of "
-            f"{config.optimizer}, or {from_weights}"
-        )
+    for name in ("optimizer", "seed", "shuffle"):
+        now = getattr(config, name)
+        before = start.training["run"].get(name, now)
+        if before != now:
+            raise UserError(
+                f"{start.resumed} was trained with --{name}={word(before)}: continue with it instead of {word(now)}, "
+                f"or {from_weights}"
+            )
     difference = first_difference(start.training["shards"], data["shards"])
     for name, text in (("manifest", f"{MANIFEST} is not the same"), ("sample", "the shards have other tokens")):
         before, now = start.training.get(name), data[name]
@@ -165,13 +169,12 @@ def initialize(model, name):
     order_by_rank(model.named_parameters())
 
 
-def restore(start, model, optimizer, scaler, loader, distributed):
-    """Restore everything but the weights: optimizer state, loader position, loss scale, fp8 scales.
+def restore(start, model, optimizer, scaler, distributed):
+    """Restore everything but the weights: optimizer state, loss scale, fp8 scales.
 
-    fp8 scales stay as they are if the checkpoint has none, or those of other modules. Raises UserError for data in
-    another order, or the state of another model or optimizer.
+    fp8 scales stay as they are if the checkpoint has none, or those of other modules. Raises UserError for the state of
+    another model or optimizer.
     """
-    loader.restore(start.training["loader"] | dict(position=start.tokens + start.skipped_tokens))
     state, names = named_state(model, optimizer), [f"scales.{distributed.rank}", "scales.0"]
     files = [name for name in start.training["sha256"] if name.endswith(".safetensors")]
     with load.explained(start.resumed, expected="another checkpoint"):

@@ -134,35 +134,17 @@ class Loader:
 
     PREFETCH = 4  # micro-batches
 
-    def __init__(self, stream, micro_batch_size, seq_len, distributed):
-        """distributed: parallel.process_group.Distributed."""
+    def __init__(self, stream, micro_batch_size, seq_len, distributed, position=0):
+        """distributed: parallel.process_group.Distributed. position: the first token of the stream to read."""
         self.stream = stream
         self.shape = (micro_batch_size, seq_len)
         self.device = device = distributed.device
         self.rank, self.data_size = distributed.data_rank, distributed.data_size
-        self.position = 0  # tokens of the stream that all ranks together have received
+        self.position = position  # in the stream, of the next batch; the same on every rank
         # the thread allocates pinned memory, which belongs to the thread's current GPU: this rank's, not GPU 0
         on_gpu = dict(initializer=torch.cuda.set_device, initargs=(device,)) if self.device.type == "cuda" else {}
         self._thread = ThreadPoolExecutor(1, **on_gpu)
         self._prefetched = collections.deque()
-
-    def state(self):
-        """The position in the data, as a JSON-serializable dictionary; the same on every rank."""
-        return dict(position=self.position, total=self.stream.total, seed=self.stream.seed, shuffle=self.stream.shuffle)
-
-    def restore(self, state):
-        """Continue from a state(), also with another micro-batch size or number of ranks. Call before next_batch().
-
-        Raises UserError if the state belongs to another order of the data.
-        """
-        own = self.state()
-        for name in ("seed", "shuffle"):
-            if state[name] != own[name]:
-                raise UserError(
-                    f"the checkpoint belongs to another order of the data: {name} {state[name]} there, {own[name]} "
-                    "here; continue with the same --seed and --shuffle, or start a new run with --init_from"
-                )
-        self.position = state["position"]
 
     def next_batch(self):
         """The next Batch. Raises UserError as TokenStream.read."""

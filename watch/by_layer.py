@@ -38,8 +38,7 @@ def print_norms(run, tokens):
             last_tokens.append(output[:, -1])  # (1, C)
 
     hooks = [layer.register_forward_hook(functools.partial(keep, name)) for name, layer in layers.items()]
-    loader = Loader(run.loader.stream, 1, config.seq_len, distributed)
-    loader.position = run.loader.position - tokens
+    loader = Loader(run.loader.stream, 1, config.seq_len, distributed, run.loader.position - tokens)
     sequences = tokens // (config.seq_len * distributed.data_size)
     for i in progress(range(sequences), "norms by layer"):
         batch = loader.next_batch()

@@ -342,7 +342,7 @@ def test_what_cannot_be_resumed(train):
         (("--resume", "nowhere"), ("nowhere",)),
         (("--n_layer", 3), ("n_layer is 3, but 2 in", "--resume log/run")),
         (("--seed", 5), ("seed",)),
-        (MUON, ("checkpoint_000003 was trained with --optimizer adamw", "--init_from")),
+        (MUON, ("checkpoint_000003 was trained with --optimizer=adamw", "--init_from")),
         (("--resume", "never"), ("already holds a run",)),
     ):
         drop = "--checkpoint_every --val_every --max_steps" + (" --n_layer" if "--n_layer" in arguments else "")

@@ -9,7 +9,7 @@ import pytest
 from conftest import ALONE, ROOT, expect_error, logged, metrics, write_corpus
 
 from checkpoints import resume, run_folder
-from common.errors import UserError
+from common.errors import UserError, word
 from config import Config
 from data.loader import open_streams
 from data.shards import manifest_entry
@@ -20,6 +20,14 @@ def test_what_changed_since_the_checkpoint_is_said(tmp_path):
     start = resume.Start(tmp_path, dict(step=0, run=vars(Config())), None, None)
     notes = resume.changed_flags(start, config)
     assert [str(note) for note in notes] == ["lr is 0.001: the checkpoint was made with 0.0006"]
+
+
+@pytest.mark.parametrize("change", [dict(optimizer="muon"), dict(seed=2), dict(shuffle=False)])
+def test_another_optimizer_or_order_of_the_data_is_refused(tmp_path, change):
+    start = resume.Start(tmp_path / "checkpoint_000001", dict(run=vars(Config(**change))), None, None)
+    [(name, value)] = change.items()
+    with pytest.raises(UserError, match=f"--{name}={word(value)}: continue with it instead of .*--init_from"):
+        resume.check_same(start, Config(), {})
 
 
 def test_other_data_are_recognized(tmp_path):

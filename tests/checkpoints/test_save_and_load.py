@@ -35,7 +35,7 @@ def tiny(n_embd=16):
 
 def write(folder, model, **training):
     """A checkpoint without the optimizer's state."""
-    training = dict(step=0, tokens=0, loader={}, scaler={}, run={}, shards={}) | training
+    training = dict(step=0, tokens=0, scaler={}, run={}, shards={}) | training
     return save.write(folder, model, (hugging_face.host_weights(model), dict(nothing=torch.zeros(1))), training)
 
 
@@ -158,9 +158,8 @@ def make_checkpointer(log_dir, layout="ddp", **flags):
     optimizer, scaler = make_optimizer(model, config), torch.amp.GradScaler("cpu", enabled=False)
     trainer = SimpleNamespace(config=config, distributed=ALONE, model=model, optimizer=optimizer, scaler=scaler)
     trainer.monitor = SimpleNamespace(trained_seconds=0.0)
-    loader = SimpleNamespace(state=lambda: dict(position=0, total=1, seed=1, shuffle=True))
     log = SimpleNamespace(facts={}, val_losses={}, flush=lambda: None)
-    return Checkpointer(trainer, loader, {}, log, resume.Start(None, None, None, None)), log.val_losses
+    return Checkpointer(trainer, {}, log, resume.Start(None, None, None, None)), log.val_losses
 
 
 def test_folders_of_other_names_are_no_checkpoints(tmp_path):
@@ -323,17 +322,15 @@ def test_the_state_of_any_optimizer_is_restored(tmp_path, make):
     optimizer.step()
     state = {name: tensor.clone() for name, tensor in named_state(model, optimizer).items()}
     assert any(name.endswith(".transformer.h.0.mlp.c_fc.weight") for name in state)
-    training = dict(step=1, tokens=64, scaler={}, run={}, loader=dict(position=64, total=1, seed=1, shuffle=True))
-    training |= dict(shards={}, manifest=None)
+    training = dict(step=1, tokens=64, scaler={}, run={}, shards={}, manifest=None)
     folder = save.write(tmp_path / "checkpoint_000001", model, save.snapshot(model, optimizer, ALONE), training)
     other = make(model.parameters())
     allocate_state(other)
-    loader = SimpleNamespace(restore=lambda state: None)
     start = resume.Start(folder, load.read_training(folder) | dict(rollbacks=[]), folder, None)
-    resume.restore(start, model, other, scaler, loader, ALONE)
+    resume.restore(start, model, other, scaler, ALONE)
     restored = named_state(model, other)
     assert restored.keys() == state.keys() and all(torch.equal(restored[name], state[name]) for name in state)
     wrong = torch.optim.SGD(model.parameters(), momentum=0.9)
     allocate_state(wrong)
     with pytest.raises(UserError, match="another model or --optimizer wrote it"):
-        resume.restore(start, model, wrong, scaler, loader, ALONE)
+        resume.restore(start, model, wrong, scaler, ALONE)

@@ -83,13 +83,11 @@ def test_a_token_outside_the_vocabulary_is_an_error(tmp_path):
         stream.read(99_000, 2_000)
 
 
-def collect(corpus, micro_batch_size, world_size, steps, start=None):
-    """Inputs and targets of some steps of 24 sequences, in global order over all ranks, and the state after them."""
+def collect(corpus, micro_batch_size, world_size, steps, start=0):
+    """Inputs and targets of some steps of 24 sequences, in global order over all ranks, and the position after them."""
     stream = TokenStream(open_shards(corpus, "train"), seed=1, shuffle=True)
-    loaders = [Loader(stream, micro_batch_size, 16, Distributed(rank, world_size, CPU)) for rank in range(world_size)]
-    for loader in loaders:
-        if start:
-            loader.restore(start)
+    ranks = [Distributed(rank, world_size, CPU) for rank in range(world_size)]
+    loaders = [Loader(stream, micro_batch_size, 16, rank, start) for rank in ranks]
     xs, ys = [], []
     for _ in range(steps * 24 // (micro_batch_size * world_size)):
         for loader in loaders:
@@ -98,34 +96,27 @@ def collect(corpus, micro_batch_size, world_size, steps, start=None):
             xs.append(x)
             ys.append(y)
     assert len({loader.position for loader in loaders}) == 1
-    return torch.cat(xs), torch.cat(ys), loaders[0].state()
+    return torch.cat(xs), torch.cat(ys), loaders[0].position
 
 
 def test_a_step_has_the_same_tokens_for_every_division(corpus):
-    x, y, state = collect(corpus, 24, 1, 3)
+    x, y, position = collect(corpus, 24, 1, 3)
     stream = TokenStream(open_shards(corpus, "train"), seed=1, shuffle=True)
     expected = stream.read(0, 3 * 24 * 16 + 1).astype(np.int64)
     assert np.array_equal(x.flatten(), expected[:-1]) and np.array_equal(y.flatten(), expected[1:])
     for micro_batch_size, world_size in [(4, 1), (4, 2), (2, 3), (1, 8), (12, 2)]:
         other = collect(corpus, micro_batch_size, world_size, 3)
-        assert torch.equal(other[0], x) and torch.equal(other[1], y) and other[2] == state
+        assert torch.equal(other[0], x) and torch.equal(other[1], y) and other[2] == position
 
 
-def test_a_restored_loader_continues(corpus):
+def test_a_loader_begins_at_any_position(corpus):
     """Also with another micro-batch size and number of ranks, and into the next epoch."""
     x, _, end = collect(corpus, 4, 2, 9)  # 3456 tokens of an epoch's 4200
-    _, _, state = collect(corpus, 4, 2, 4)
-    rest, _, state = collect(corpus, 2, 3, 5, start=state)
-    assert torch.equal(rest, x[4 * 24 :]) and state == end
-    beyond, _, _ = collect(corpus, 4, 1, 2, start=state)
+    _, _, position = collect(corpus, 4, 2, 4)
+    rest, _, position = collect(corpus, 2, 3, 5, start=position)
+    assert torch.equal(rest, x[4 * 24 :]) and position == end
+    beyond, _, _ = collect(corpus, 4, 1, 2, start=position)
     assert not torch.equal(beyond, x[: 2 * 24])
-
-
-@pytest.mark.parametrize("change", [dict(seed=2), dict(shuffle=False)])
-def test_the_state_of_another_order_is_rejected(corpus, change):
-    loader = Loader(TokenStream(open_shards(corpus, "train"), seed=1, shuffle=True), 2, 16, ALONE)
-    with pytest.raises(UserError, match="belongs to another order of the data"):
-        loader.restore(loader.state() | change)
 
 
 def test_an_error_in_the_thread_reaches_next_batch(corpus, monkeypatch):

@@ -127,4 +127,4 @@ def test_resumes_bit_for_bit_and_not_with_another_optimizer(train):
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
     adamw = ("--optimizer", "adamw", "--resume", "log/whole/checkpoint_000001")
     refused = train("adamw", "--max_steps", 2, *adamw, fails=True)
-    expect_error(refused, "was trained with --optimizer muon: continue with it instead of adamw", "--init_from")
+    expect_error(refused, "was trained with --optimizer=muon: continue with it instead of adamw", "--init_from")

@@ -72,7 +72,6 @@ def test_a_flipped_bit_does_not_end_a_run(train, script, ranks, flags):
     rows = [row for row in metrics(run) if "lr" in row]
     assert [row["step"] for row in rows] == list(range(50)) and all(row["train_loss"] for row in rows)
     training = read_training(run / "checkpoint_000050")
-    assert training["loader"]["position"] == training["tokens"] + rollback["skipped_tokens"]
     assert training["run"]["rollbacks"] == [rollback]
 
 
