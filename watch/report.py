@@ -79,7 +79,9 @@ def write(folder):
 
 
 def shown(value):
-    """A value as text: large numbers with separators, fractions with five digits."""
+    """A value as text: large numbers with separators, fractions with five digits, – for None."""
+    if value is None:
+        return "–"
     large = type(value) is int and value >= 10_000
     return f"{value:,}" if large else f"{value:.5g}" if isinstance(value, float) else word(value)
 

@@ -129,7 +129,9 @@ def test_the_command_and_its_errors(command, tmp_path):
 
 def test_the_report_is_one_file_with_everything(tmp_path, call_main):
     text = "<script>$title {body} & \ud800"
-    facts = dict(command="train_gpt2.py --lr '<b>'", hardware="H100", world_size=8, finished=False, profile=0)
+    facts = dict(
+        command="train_gpt2.py --lr '<b>'", hardware="H100", world_size=8, finished=False, profile=0, cuda=None
+    )
     run = write_run(tmp_path / "a & b", 5, **facts | dict(rollbacks=[dict(step=3, reason="NaN")]))
     (run / "checkpoint_000003").mkdir()
     rows = [dict(step=5, tokens=5000, samples=["old"]), dict(step=5, tokens=5000, samples=[text])]
@@ -142,7 +144,8 @@ def test_the_report_is_one_file_with_everything(tmp_path, call_main):
     page = (run / "report.html").read_text()
     for part in (
         "<h1>a &amp; b</h1>",
-        "not finished",
+        ">not finished; report of 2",
+        "<dt>cuda</dt><dd>–</dd>",
         "--lr &#39;&lt;b&gt;&#39;",
         "&lt;script&gt;$title {body} &amp;",
     ):
