@@ -40,7 +40,7 @@ def check_flags(config, notes):
         if getattr(config, flag) != getattr(type(config), flag) and getattr(config, other) != value:
             notes.append(Note(flag, getattr(config, flag), f"it has no effect without --{other} {value}"))
     if config.warmup_steps > config.max_steps:
-        reason = f"the run ends after {config.max_steps} steps, so lr never reaches {config.lr:g}"
+        reason = f"the run ends at step {config.max_steps}, so lr never reaches {config.lr:g}"
         notes.append(Note("warmup_steps", config.warmup_steps, reason))
 
 

@@ -27,6 +27,8 @@ def print_plan(run, notes, switches):
     accumulated = accumulation_steps(config, distributed.data_size)
     total = start.tokens + max(0, config.max_steps - start.step) * config.total_batch_size
     amount = f"{count(config.max_steps, 'step')}, {total:,} tokens, {total / train_stream.total:.2f} epochs"
+    if start.step >= config.max_steps:
+        amount = f"none: at step {start.step:,} of {config.max_steps:,}"
     on = ", ".join(name for name, value in switches.items() if value)
     off = ", ".join(name for name, value in switches.items() if not value)
     sizes = f"{count(config.n_layer, 'layer')}, {count(config.n_head, 'head')}, {config.n_embd} wide"
@@ -51,7 +53,7 @@ def print_plan(run, notes, switches):
         ("data", f"{config.data_dir}: {data}"),
         ("tasks", ", ".join(f"{name} {count(len(each), 'item')}" for name, each in items.items()) or "off"),
         ("log", f"{log.folder}/"),
-        ("watch", log.where_to_watch()),
+        *log.where_to_watch().items(),
         *(("note", line) for line in note_lines(notes)),
     ]
     for name, text in lines:
@@ -83,8 +85,8 @@ def print_summary(run, stop):
     if len(log.val_losses) > 1:
         first, last = min(log.val_losses), max(log.val_losses)
         print(
-            f"validation loss {log.val_losses[first]:.4f} -> {log.val_losses[last]:.4f} in {last - first} steps; "
-            f"{run.tokens:,} tokens in all"
+            f"validation loss {log.val_losses[first]:.4f} -> {log.val_losses[last]:.4f} in "
+            f"{count(last - first, 'step')}; {run.tokens:,} tokens in all"
         )
     print(f"peak memory {peak_memory(log.device):.2f} GB")
     print(f"log: {log.folder}/ (log.txt, metrics.jsonl, config.json, flags.yaml)")
@@ -95,7 +97,8 @@ def print_summary(run, stop):
             print(f"report: {report.write(log.folder)} (curves.png is its figure)")
         except Exception as error:
             print(f"no report.html: {type(error).__name__}: {first_line(error)}")  # the run is complete without it
-    print(f"watch: {log.where_to_watch()}")
+    for name, text in log.where_to_watch().items():
+        print(f"{name}: {text}")
     if checkpoints_of(log.folder):
         print(f"Next: {python_command('sample.py', log.folder, '--prompt', 'Hello, my name is')}")
     if config.demo:

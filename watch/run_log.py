@@ -93,8 +93,8 @@ class RunLog:
         self._error = None  # the OSError of the last attempt to write the folder; the next one writes what waits
 
     def where_to_watch(self):
-        """One line: where wandb's page is, or the path of metrics.jsonl."""
-        return self.wandb.where_to_watch() or f"{self.folder}/metrics.jsonl"
+        """{"watch": where wandb's page is, or the path of metrics.jsonl}; of an offline page also how to upload it."""
+        return self.wandb.where_to_watch() or dict(watch=f"{self.folder}/metrics.jsonl")
 
     def train_step(self, step, tokens, result, bad_steps=0):
         """Print and log a step that has just ended, a train_gpt2.StepResult.

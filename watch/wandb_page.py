@@ -104,12 +104,12 @@ class WandbPage:
         print(f"wandb {mode or 'run'} failed ({type(error).__name__}: {first_line(error)}); {then}")
 
     def where_to_watch(self):
-        """The page's URL, the commands that show and upload an offline run, or None without a page."""
+        """{"watch": the page's URL}; the commands to watch and upload an offline run; None without a page."""
         if self.run is None:
             return None
         if not self.run.offline:
-            return self.run.url
+            return dict(watch=self.run.url)
         # each resume adds a folder with the same id, and the upload makes one page of them, in order of time
         show, upload = (python_command("-m", "wandb", verb, self._folder) for verb in ("leet", "sync"))
-        why = f"offline, since {self._why_offline}; " if self._why_offline else ""
-        return f"{show} ({why}upload: {upload}/offline-run-*)"
+        why = f" (offline, since {self._why_offline})" if self._why_offline else ""
+        return dict(watch=f"{show}{why}", upload=f"{upload}/offline-run-*")

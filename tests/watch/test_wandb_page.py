@@ -40,7 +40,7 @@ def test_offline_needs_no_login_and_records_everything(tmp_path, monkeypatch):
     log.tasks(1, 100, scores, seconds=1.0)
     log.samples(1, 100, ["Hello"])
     run = log.wandb.run
-    assert run is not None and f"-m wandb leet {tmp_path}/run/wandb (upload: " in log.where_to_watch()
+    assert run is not None and log.where_to_watch()["watch"].endswith(f"-m wandb leet {tmp_path}/run/wandb")
     assert run.config["lr"] == 6e-4 and "torch" in run.config
     train_step(log, 1, 2.5)
     train_step(log, 2, 2.0, own_ms=[10.0, 11.0])
@@ -62,7 +62,7 @@ def test_disabled(tmp_path, monkeypatch):
     log = make_log(tmp_path, wandb="auto")
     train_step(log, 0, 3.0)
     log.samples(1, 100, ["Hello"])
-    assert log.wandb.run is None and log.where_to_watch() == f"{tmp_path}/run/metrics.jsonl"
+    assert log.wandb.run is None and log.where_to_watch() == dict(watch=f"{tmp_path}/run/metrics.jsonl")
     assert log.facts["wandb_id"] is None
     log.close()
     assert not (tmp_path / "run" / "wandb").exists()
@@ -77,7 +77,7 @@ def test_an_error_of_wandb_does_not_stop_training(tmp_path, monkeypatch, capsys)
     train_step(log, 1, 2.0)
     log.samples(1, 100, ["Hello"])
     assert capsys.readouterr().out.count("wandb run failed (ConnectionError: gone)") == 1
-    assert log.where_to_watch().endswith("metrics.jsonl")
+    assert log.where_to_watch()["watch"].endswith("metrics.jsonl")
     log.close()
     run.finish()
     assert len((tmp_path / "run" / "log.txt").read_text().splitlines()) == 2
@@ -110,7 +110,9 @@ def test_without_a_login_it_goes_offline_or_says_so(tmp_path, monkeypatch, capsy
         monkeypatch.setenv(name, value)
     monkeypatch.delenv("WANDB_MODE", raising=False)
     log = make_log(tmp_path, wandb="auto")
-    assert log.wandb.run.offline and "(offline, since it is not logged in; upload: " in log.where_to_watch()
+    assert log.wandb.run.offline and log.where_to_watch()["watch"].endswith(
+        "/wandb (offline, since it is not logged in)"
+    )
     assert not capsys.readouterr().out
     log.close()
     with pytest.raises(UserError, match="not logged in.*-m wandb login.*--wandb offline"):
@@ -133,7 +135,7 @@ def test_a_resumed_run_keeps_its_page(tmp_path, monkeypatch):
     log = RunLog(config, config, ALONE, 1e9, checkpoint, dict(step=2, run=facts))
     assert log.wandb.run.id == facts["wandb_id"]
     log.close(finished=False)
-    upload = log.where_to_watch().partition("(upload: ")[2].rstrip(")")
+    upload = log.where_to_watch()["upload"]
     said = subprocess.run(f"{upload} --dry-run", shell=True, capture_output=True, text=True).stderr
     assert "Would sync 2 run(s)" in said and said.index("offline-run-") < said.rindex("offline-run-"), said
     (tmp_path / "run" / "checkpoint_000004").mkdir()
