@@ -107,8 +107,9 @@ class Speed(Switches):
     autocast: Literal["bf16", "fp16", "off"] = flag("bf16", report=True)
     """Mixed precision; fp16 uses loss scaling and is for GPUs without bf16."""
     attention: Literal["auto", "written_out", "sdpa", "flash", "efficient", "cudnn", "flash4", "triton"] = "auto"
-    """What computes attention. auto: the fastest that the GPU has; written_out: as --no_flash; sdpa: PyTorch's choice
-    of flash, efficient and cudnn; flash4: cuDNN's forward, FlashAttention-4's backward; triton: a kernel to be read."""
+    """What computes attention. auto: the fastest that the GPU has; written_out: as --no_flash;
+    sdpa: PyTorch's choice of flash, efficient and cudnn; flash4: cuDNN's forward, FlashAttention-4's backward;
+    triton: a kernel to be read."""
     device: Literal["auto", "cuda", "cpu", "mps"] = "auto"
     """auto: a GPU if there is one."""
     deterministic: bool = False

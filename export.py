@@ -36,13 +36,11 @@ class Flags:
     """Write a GPT-2 as a Hugging Face folder."""
 
     model: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="MODEL")]
-    """A run's folder (its newest checkpoint), a checkpoint, a Hugging Face folder, a name on the hub such as gpt2, or a
-    .pt of nanoGPT or build-nanogpt."""
+    """A run's folder (its newest checkpoint), a checkpoint, a Hugging Face folder, a name on the hub (gpt2), a .pt."""
     out: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="OUT")]
     """The folder to write."""
     push: str | None = None
-    """Upload the folder to the Hugging Face hub as this repository, USER/NAME: after `hf auth login`, or with
-    HF_TOKEN."""
+    """Upload the folder to the hub as this repository, USER/NAME: after `hf auth login`, or with HF_TOKEN."""
     license: str | None = None
     """The license in the model card, by the hub's name: mit, apache-2.0, cc-by-4.0, other, ..."""
     public: bool = False

@@ -185,8 +185,8 @@ class Flags:
     model: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="MODEL")]
     """A run's folder (its newest checkpoint), a checkpoint, a Hugging Face folder, a name on the hub (gpt2), a .pt."""
     tasks: str | None = flag(None, is_path=False)
-    """Names of hellaswag (the default), arc_easy, piqa, lambada and winogrande, as in arc_easy,piqa=FILE.jsonl. A line
-    of a file of hellaswag has ctx, endings and label, the true ending's index from 0."""
+    """Names of hellaswag (the default), arc_easy, piqa, lambada and winogrande, as in arc_easy,piqa=FILE.jsonl.
+    A line of a file of hellaswag has ctx, endings and label, the true ending's index from 0."""
     limit: int | None = flag(None, at_least=1)
     """Evaluate only this many items, evenly spread."""
     device: Literal["auto", "cuda", "cpu", "mps"] = "auto"

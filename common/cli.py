@@ -29,6 +29,7 @@ HELP = {"--help", "-h"}
 # nanoGPT's flags, whose names here are too different for difflib
 NANOGPT = dict(batch_size="micro_batch_size", block_size="seq_len", dataset="data_dir", dtype="autocast")
 NANOGPT |= dict(eval_interval="val_every", gradient_accumulation_steps="total_batch_size", learning_rate="lr")
+NANOGPT |= dict(max_iters="max_steps", lr_decay_iters="max_steps", decay_lr="lr_schedule")
 NANOGPT |= dict(num_samples="count", start="prompt")
 
 
@@ -131,7 +132,7 @@ def complaints(arguments, flags):
         spelled, equals, _ = argument.partition("=")
         name = spelled.lstrip("-").replace("-", "_")
         if argument.startswith("--"):
-            near = [NANOGPT[name]] if NANOGPT.get(name) in flags else difflib.get_close_matches(name, flags, n=1)
+            near = [NANOGPT[name]] if NANOGPT.get(name) in flags else difflib.get_close_matches(name, flags, 1, 0.65)
             yield f"{spelled}: there is no such flag{f', did you mean --{near[0]}?' if near else ''}"
         elif not value_may_follow and os.path.exists(argument):
             yield f"{argument} is one path too many: put a pattern in quotes, such as '*{Path(argument).suffix}'"
@@ -153,7 +154,9 @@ def show_help(flags_type, default):
         nested = dataclasses.make_dataclass("Flags", marked)
         nested.__doc__, flags_type, default = flags_type.__doc__, nested, nested(*sections)
     with contextlib.redirect_stdout(getattr(sys.stdout, "stream", sys.stdout)):  # a Console would escape its colors
-        tyro.cli(flags_type, args=["--help"], default=default, use_underscores=True)
+        module = sys.modules["__main__"].__spec__  # of python -m
+        prog = f"python -m {module.name}" if module else None
+        tyro.cli(flags_type, args=["--help"], default=default, use_underscores=True, prog=prog)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

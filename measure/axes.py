@@ -2,7 +2,7 @@
 
 from dataclasses import make_dataclass
 
-from common.cli import flags_with, given
+from common.cli import complaints, flags_with, given
 from common.errors import UserError
 from config import Config
 
@@ -38,7 +38,10 @@ def read_values(text, where, flags_type, excluded, form):
     name, _, values = text.partition("=")
     if name in excluded:
         raise UserError(f"{where}: {name} is the same in all runs, or has no effect")
-    if name not in flags_type.__dataclass_fields__ or not values:
+    fields = flags_type.__dataclass_fields__
+    if values and name not in fields:
+        raise UserError(f"{where}: {next(complaints([f'--{name}'], fields))}")
+    if not values:
         raise UserError(f"{where}: it takes {form}")
     try:
         return name, [given(flags_type, arguments=[f"--{name}={value}"])[name] for value in values.split(",")]

@@ -35,7 +35,7 @@ class Sweep:
 
     axes: Annotated[
         tyro.conf.Positional[tuple[str, ...]],
-        tyro.conf.arg(metavar="FLAG=VALUE,VALUE", help_behavior_hint="(required)"),
+        tyro.conf.arg(metavar="FLAG=VALUE,VALUE [...]", help_behavior_hint="(required)"),
     ] = ()
     """Flags of train_gpt2.py with their values, such as micro_batch_size=8,16 compile=on,off; also gpus=1,2."""
     gpus: int | None = flag(None, at_least=1)

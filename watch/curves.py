@@ -46,7 +46,7 @@ class Flags:
     """Draw the curves of runs."""
 
     runs: Annotated[
-        tyro.conf.Positional[tuple[str, ...]], tyro.conf.arg(metavar="RUNS", help_behavior_hint="(required)")
+        tyro.conf.Positional[tuple[str, ...]], tyro.conf.arg(metavar="RUN [RUN ...]", help_behavior_hint="(required)")
     ]
     """Folders of runs."""
 

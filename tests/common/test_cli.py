@@ -4,7 +4,9 @@ import io
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
+import docstring_parser
 import pytest
 import torch
 
@@ -95,6 +97,9 @@ def test_every_training_command_knows_the_names_of_peers(monkeypatch, module):
         ("--block_size 8", "--block_size: there is no such flag, did you mean --seq_len?; see"),
         ("--no 8 --max_step=4 x", "--no: there is no such flag; --max_step: there is no such flag, did you mean"),
         ("--no 8 --max_step=4 x", "mean --max_steps?; 'x' is neither a flag nor its value; see --help"),
+        ("--max_iters 9", "--max_iters: there is no such flag, did you mean --max_steps?"),
+        ("--log_interval 9", "--log_interval: there is no such flag; see"),
+        ("--eval_only", "--eval_only: there is no such flag; see"),
         ("--tf23", "--tf23: there is no such flag, did you mean --tf32?"),
         ("micro_batch_size=8", "'micro_batch_size=8' is neither a flag nor its value"),
         ("compile=False", "'compile=False' is neither a flag nor its value"),
@@ -155,20 +160,35 @@ def test_help_shows_a_commands_own_flags_first(flags_type, monkeypatch, capsys):
     assert titles == sorted(titles)
 
 
+def test_help_of_a_module_shows_how_it_is_started(monkeypatch, capsys):
+    monkeypatch.setattr(sys.modules["__main__"], "__spec__", SimpleNamespace(name="measure.sweep"))
+    assert help_of(SweepConfig, monkeypatch, capsys).startswith("usage: python -m measure.sweep [-h] [OPTIONS] FLAG=")
+    monkeypatch.setattr(sys.modules["__main__"], "__spec__", None)
+    assert help_of(sample.Flags, monkeypatch, capsys).startswith("usage: script [-h] [OPTIONS] MODEL")
+
+
+@pytest.mark.parametrize("flags_type", [Config, hellaswag.Flags, export.Flags, fineweb.Flags, sample.Flags])
+def test_help_breaks_lines_at_sentences_alone(flags_type):
+    """--help keeps the line breaks of a flag's description."""
+    for base in flags_type.__mro__[:-1]:
+        for flag in docstring_parser.parse_from_object(base).params:
+            assert all(line.endswith((".", ";")) for line in flag.description.splitlines()), flag.arg_name
+
+
 @pytest.mark.parametrize(
     "flags_type, positional",
     [
         (sample.Flags, ["MODEL"]),
         (hellaswag.Flags, ["MODEL"]),
         (export.Flags, ["MODEL", "OUT"]),
-        (curves.Flags, ["RUNS"]),
+        (curves.Flags, ["RUN [RUN ...]"]),
     ],
 )
 def test_positional_arguments(flags_type, positional, monkeypatch, capsys):
     assert " ".join(positional) in help_of(flags_type, monkeypatch, capsys)
     for count, name in enumerate(positional):
         monkeypatch.setattr(sys, "argv", ["script", *"ab"[:count]])
-        with pytest.raises(UserError, match=f"{name} is missing"):
+        with pytest.raises(UserError, match=f"{name.partition(' ')[0]}S? is missing"):
             parse(flags_type)
     if flags_type is not curves.Flags:
         assert "'c' is neither a flag nor its value" in complaint(

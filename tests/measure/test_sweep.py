@@ -57,6 +57,8 @@ def test_axes():
     ):
         with pytest.raises(UserError, match=text):
             read_axis(text)
+    with pytest.raises(UserError, match="batch_size=8: --batch_size: there is .* did you mean --micro_batch_size"):
+        read_axis("batch_size=8")
 
 
 def test_bad_sweeps_end_in_one_line(monkeypatch, corpus):
