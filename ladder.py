@@ -35,6 +35,7 @@ NOTE = (
     f"{LOSS_STEP}: compare only rows with the same recipe and tokens a step."
 )
 FIRST_MICRO_BATCH = 32  # of the first rungs on a GPU, halved until it fits: with all off it needs 56 GB
+DRIFT = 0.1  # change of the baseline's speed, by other programs or the clock, that is reported
 FULL = 0.92  # of a GPU's memory; the rest is for two processes' contexts and fragments
 
 
@@ -80,9 +81,9 @@ def climb(config, typed=()):
     """
     rungs = choose_rungs(config.rungs, count_devices(config), config)
     config = turn_on_named(config)
-    results = begin(config, "ladder", COLUMNS, typed, goes_on=False)
     if config.demo:
         print("the demo's small model: GPT-2 needs a GPU, and data")
+    results = begin(config, "ladder", COLUMNS, typed, goes_on=False)
     config = replace(config, warmup_steps=min(config.warmup_steps, SETTLING_STEPS))
 
     def add(row, rung, own=None):
@@ -113,6 +114,8 @@ def climb(config, typed=()):
             own.close()
             high, ratio, low = (1 / row["gain"][name] for name in ("low", "ratio", "high"))
             print(f"{ratio:.1f} × (95%: {low:.2f} to {high:.2f}) from baseline to the last rung")
+            if abs(row["times_first"] - 1) > DRIFT:
+                print(f"the baseline is now {row['times_first']:.2f} × as fast as at first: compare × before alone")
     timed.close()
     finish(results)
 

@@ -36,7 +36,7 @@ def ladder(results, path):
     results = [result for result in results if result["status"] == "done"]
     height = 1.8 + 0.42 * len(results)
     figure, axes = new_figure(11, height, columns=2, sharey=True, gridspec_kw=dict(width_ratios=(2.2, 1)))
-    titles = "tokens/sec, and × the rung before, ± of its 95% interval", "peak memory of a device, GB"
+    titles = "tokens/sec, and × the rung before, with its 95% interval", "peak memory, GB"
     for ax, name, color, text in zip(axes, ("tokens_per_sec", "peak_gb"), (SPEED, MEMORY), titles):
         values = [result[name] for result in results]
         texts = [f" {value:.1f}" for value in values]
@@ -57,7 +57,7 @@ def describe_gain(result):
     gain = result["gain"]
     if not gain:
         return ""
-    text = f"{gain['ratio']:.3f} ± {(gain['high'] - gain['low']) / 2:.3f}"
+    text = f"{gain['ratio']:.3f} ({gain['low']:.3f}–{gain['high']:.3f})"
     return text if gain["is_clear"] else f"{text}: not significant"
 
 

@@ -1,4 +1,5 @@
 import dataclasses
+import itertools
 import json
 import signal
 import subprocess
@@ -243,7 +244,13 @@ def test_a_rung_that_does_not_fit_or_fails_is_left_out(canned, capsys):
     out = capsys.readouterr().out
     assert "+ flash                         skipped: out of memory" in out
     assert "+ pad_vocab                     failed: exit code 1, a bug" in out
-    assert "3.0 × (95%: 3.00 to 3.00) from baseline to the last rung" in out
+    assert "3.0 × (95%: 3.00 to 3.00) from baseline to the last rung" in out and "compare × before" not in out
+
+
+def test_a_ladder_on_a_busy_machine_says_so(canned, capsys):
+    rates = itertools.chain([1000.0, 2000.0], itertools.repeat(800.0))
+    canned(lambda config: done(config, next(rates)), rungs="flash")
+    assert "the baseline is now 0.80 × as fast as at first: compare × before alone" in capsys.readouterr().out
 
 
 def test_rungs_change_their_own_flags_alone():

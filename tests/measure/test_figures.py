@@ -25,7 +25,7 @@ def test_a_ladder_has_rates_and_ratios(tmp_path, monkeypatch):
     results = [rung("baseline", 1000), rung("+ tf32", 2300, 2.3, 2.29, 2.31), rung("+ flash", 2305, 1.0, 0.99, 1.02)]
     figure, (rates, memory) = draw(monkeypatch, figures.ladder, results, tmp_path / "ladder.png")
     texts = [" ".join(text.get_text().split()) for text in rates.texts]
-    assert texts == ["1,000", "2,300 2.300 ± 0.010", "2,305 1.000 ± 0.015: not significant"]
+    assert texts == ["1,000", "2,300 2.300 (2.290–2.310)", "2,305 1.000 (0.990–1.020): not significant"]
     assert [label.get_text() for label in rates.get_yticklabels()] == ["baseline", "+ tf32", "+ flash"]
     assert figure.get_suptitle().endswith("\nGPT-2, n_layer 1, n_embd 8; data: my_data\n2 × a GPU, PyTorch 2")
     rows = [ladder.cells(result, result["rung"]) for result in results]
