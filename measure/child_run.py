@@ -13,12 +13,14 @@ import shutil
 import signal
 import socket
 import sys
+import threading
 import time
 from dataclasses import fields
 from multiprocessing import connection
 from pathlib import Path
 
 import torch
+from tqdm import tqdm
 
 from checkpoints.run_folder import facts_of, folder_of
 from common.device import choose_device_type
@@ -151,6 +153,7 @@ def serve(work, config, rank, ranks, port, pipe, output):
     os.dup2(file.fileno(), 1)
     os.dup2(file.fileno(), 2)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the process that asks
+    tqdm.set_lock(threading.RLock())  # its default has a semaphore, which a killed process leaks
     if ranks > 1:
         names = dict(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=ranks, LOCAL_WORLD_SIZE=ranks)
         names |= dict(MASTER_ADDR="localhost", MASTER_PORT=port)

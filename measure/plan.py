@@ -102,6 +102,8 @@ def main():
     chosen = {name: getattr(layouts[0].config, name) for name in CHOSEN}
     machines = max(1, config.gpus // config.gpus_per_machine)
     launcher = ["torchrun", f"--nnodes={machines}", f"--nproc_per_node={config.gpus // machines}"]
+    if config.gpus == 1:
+        launcher = ["python"]
     if machines > 1:
         launcher += ["--rdzv_backend=c10d", "--rdzv_endpoint=FIRST_MACHINE:29500", "--rdzv_id=gpt2"]
     print(shlex.join([*launcher, "train_gpt2.py", *command_line(run_config(config, **chosen))]))

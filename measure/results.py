@@ -31,7 +31,8 @@ class Results:
         if not (self.folder / f"{kind}.json").exists():
             self._write()
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # as on Ctrl-C: the run under measurement ends first
-        print(f"results: {self.folder}/\n{align(columns, columns)}")
+        again = f"; after a stop the same command with --run_name {self.folder.name} goes on" if goes_on else ""
+        print(f"results: {self.folder}/{again}\n{align(columns, columns)}")
 
     def _write(self):
         write_json(self.folder / f"{self.kind}.json", dict(command=shlex.join(sys.argv), results=self.rows))

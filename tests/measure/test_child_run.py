@@ -75,9 +75,10 @@ def test_two_measurements_of_one_name_leave_each_other_alone(tmp_path):
         results(tmp_path, "sweep")
 
 
-def test_a_result_of_another_command_machine_version_or_commit_is_not_taken(tmp_path):
+def test_a_result_of_another_command_machine_version_or_commit_is_not_taken(tmp_path, capsys):
     folder, command = results(tmp_path), "python train_gpt2.py --lr 1"
     row = folder.keep(dict(name="00", command=command, status="done", facts=dict(folder.environment, command="other")))
+    assert "; after a stop the same command with --run_name x goes on\n" in capsys.readouterr().out
     assert folder.kept("00", command) == row and folder.kept("01", command) is None
     with pytest.raises(UserError, match="has runs whose command is .*, and now it is another: choose"):
         folder.kept("00", "another")

@@ -317,6 +317,12 @@ def test_the_command_is_one_that_a_run_takes(monkeypatch, capsys):
     assert (config.model, config.parallel, config.lr, config.micro_batch_size) == ("gpt2-xl", "hsdp", 1e-4, 16)
 
 
+def test_one_gpu_needs_no_torchrun(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["plan.py", "--gpus", "1"])
+    planner.main()
+    assert capsys.readouterr().out.splitlines()[-1].startswith("python train_gpt2.py ")
+
+
 @pytest.mark.parametrize(
     "gpus, layout", [(8, "--parallel zero2 --tensor 4 --pipeline 2"), (4, "--parallel zero2 --tensor 4")]
 )
