@@ -46,7 +46,7 @@ class Flags:
     public: bool = False
     """A new repository can be seen by everybody, not by its owner alone."""
     dry_run: bool = False
-    """With --push: write the folder and print what would be uploaded, without a network."""
+    """With --push: print what would be uploaded, without a network; OUT is not written."""
 
 
 def main():
@@ -70,15 +70,16 @@ def main():
             save_tokenizer(complete, model.config.seq_len)
             if flags.push or is_checkpoint(name):
                 model_card(name, model, flags).save(complete / "README.md")
+            if flags.push and flags.dry_run:
+                print((complete / "README.md").read_text())
+                for path in sorted(complete.iterdir()):
+                    print(f"would upload {path.name} ({path.stat().st_size:,} bytes) to {flags.push}")
+                return
             complete.rename(out)  # so that OUT is never half written
     except (OSError, SafetensorError) as error:
         raise UserError(f"cannot write {out}: {getattr(error, 'strerror', None) or first_line(error)}") from error
     print(f"{out}: {model.num_params():,} parameters")
-    if flags.push and flags.dry_run:
-        print((out / "README.md").read_text())
-        for path in sorted(out.iterdir()):
-            print(f"would upload {path} ({path.stat().st_size:,} bytes) to {flags.push}")
-    elif flags.push:
+    if flags.push:
         push(out, flags.push, private=not flags.public)
     print(f'Next: transformers.AutoModelForCausalLM.from_pretrained("{out}")')
     print(f"Next, other benchmarks: lm_eval --model hf --model_args pretrained={out} --tasks arc_easy,piqa")

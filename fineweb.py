@@ -136,8 +136,8 @@ def main():
             shards = fill(folder, flags)
     except OSError as error:
         raise UserError(
-            f"cannot write {flags.out}: {error.strerror or first_line(error)}; make room or choose another --out, and "
-            "run it again"
+            f"cannot write {flags.out}: {error.strerror or first_line(error)}; when it can be written, run the same "
+            "command again, or choose another --out"
         ) from error
     val, *train = (shard["tokens"] for shard in shards)
     tokens = val + sum(train)
@@ -166,10 +166,9 @@ def fill(folder, flags):
         writing = None
         for val, train, state, skip in shards:
             if not (len(train) or writing or progress["shards"]):
-                raise UserError(
-                    f"only {len(val):,} tokens were read, and all are for validation: give more text, a larger "
-                    "--max_tokens or a smaller --shard_size"
-                )
+                more = "a larger --max_tokens" if flags.max_tokens else "more text"
+                smaller = " or a smaller --shard_size" if flags.dataset != "auto" else ""
+                raise UserError(f"only {len(val):,} tokens were read, and all are for validation: give {more}{smaller}")
             progress = (writing.result() if writing else progress) | dict(state=state, skip=skip)
             writing = disk.submit(folder.add, val, train, progress)  # while the next shard is filled
         return writing.result()["shards"]

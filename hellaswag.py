@@ -200,7 +200,7 @@ def print_scores(name, items, scores):
         f"{metric} {x:.4f}" + (f" ± {math.sqrt(x * (1 - x) / n):.4f}" if metric != "perplexity" else "")
         for metric, x in scores.items()
     ]
-    print(f"{name}, {n:,} items: {' | '.join(texts)} (± standard error)")
+    print(f"{name}, {n:,} item{'s' * (n > 1)}: {' | '.join(texts)} (± standard error)")
     if "hellaswag" in name.lower():
         print(f"  {REFERENCE}")
     elif "perplexity" not in scores:
@@ -228,7 +228,7 @@ def main():
         scores = tasks.evaluate(losses_of, distributed)
     if distributed.is_main:
         for name, metrics in scores.items():
-            print_scores(Path(files[name] or name).stem, items[name], metrics)
+            print_scores(Path(files[name] or name).name, items[name], metrics)
     process_group.stop()
 
 

@@ -55,13 +55,15 @@ def first_intact(folders):
 
 def read_training(folder, **fields):
     """The content of a checkpoint's training.json without the hash of that content. Raises UserError if it is missing,
-    damaged, or without one of the fields, {name: type}."""
+    damaged, or without one of the fields, {name: type}; PermissionError."""
     try:
         training = read_json(Path(folder) / TRAINING, sha256=dict, **fields)
         if training["sha256"].pop(TRAINING, None) != json_digest(training):
             raise ValueError("it is not what was written")
         if foreign := [name for name in training["sha256"] if Path(name).name != name]:
             raise ValueError(f"it lists {foreign[0]}, which is not a file's name")
+    except PermissionError:
+        raise  # not damaged
     except OSError as error:
         raise UserError(f"{folder} is not a checkpoint to resume from: {TRAINING}: {error.strerror}") from error
     except ValueError as error:
@@ -75,11 +77,13 @@ def verify(folder):
 
 
 def compare(folder, hashes):
-    """Raises UserError if one of a folder's files, {name: SHA-256}, is missing or has another hash."""
+    """Raises UserError if one of a folder's files, {name: SHA-256}, is missing or has another hash; PermissionError."""
     for name, expected in progress(hashes.items(), "verifying"):
         path = Path(folder) / name
         try:
             found = digest(path)
+        except PermissionError:
+            raise  # not damaged
         except OSError as error:
             raise UserError(f"{folder} is damaged: {name}: {error.strerror}") from error
         if found != expected:
@@ -174,11 +178,13 @@ def explained(name, expected=MODELS):
 
 
 def models_near(name):
-    """In words, the models in a folder that is none itself, or in the folder of a path that does not exist."""
+    """In words, the newest models in a folder that is none itself, or in the folder of a path that does not exist."""
     path = Path(name)
     folder = path if path.is_dir() else path.parent
     found = [each for each in sorted(folder.glob("*")) if is_torch_file(each) or os.path.exists(each / "config.json")]
+    found.sort(key=lambda each: each.lstat().st_mtime)
     models = [each.name for each in found if each.suffix != ".unfinished"]
     if not models or folder == Path() or path.is_file() or os.path.exists(path / "config.json"):
         return ""
-    return f"; {folder} has {', '.join(models[-5:])}"
+    more = f" and {len(models) - 5} more" if len(models) > 5 else ""
+    return f"; {folder} has {', '.join(models[-5:])}{more}"

@@ -77,7 +77,8 @@ def find_checkpoint(config, distributed):
     path = None if config.resume in ("auto", "never") else Path(config.resume)
     if path and not (path / TRAINING).is_file() and not checkpoints_of(path):
         raise UserError(
-            f"--resume {path}: there is no checkpoint{load.models_near(path)}; give auto, never, or the folder of a run"
+            f"--resume {path}: there is no checkpoint{load.models_near(path)}; give a checkpoint, a run that has one, "
+            "auto or never"
         )
     if path:
         run = run_of(path).absolute()
@@ -129,7 +130,8 @@ def changed_flags(start, config):
     changed = [name for name in now if name in names and before[name] != now[name]]
     notes = [Note(name, now[name], f"the checkpoint was made with {word(before[name])}") for name in changed]
     if start.step >= config.max_steps:
-        notes.append(Note("max_steps", config.max_steps, "the checkpoint has reached it; raise it to continue"))
+        reason = f"the checkpoint is at step {start.step}; raise it to continue"
+        notes.append(Note("max_steps", config.max_steps, reason))
     return notes
 
 

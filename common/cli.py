@@ -26,6 +26,7 @@ ROOT = Path(__file__).parent.parent
 
 SWITCH_VALUES = {"on": True, "true": True, "1": True, "off": False, "false": False, "0": False}
 HELP = {"--help", "-h"}
+PATH_FLAGS = ("input", "data_dir", "resume")  # that a path without a flag may be for
 # nanoGPT's flags, whose names here are too different for difflib
 NANOGPT = dict(batch_size="micro_batch_size", block_size="seq_len", dataset="data_dir", dtype="autocast")
 NANOGPT |= dict(eval_interval="val_every", gradient_accumulation_steps="total_batch_size", learning_rate="lr")
@@ -135,7 +136,10 @@ def complaints(arguments, flags):
             near = [NANOGPT[name]] if NANOGPT.get(name) in flags else difflib.get_close_matches(name, flags, 1, 0.65)
             yield f"{spelled}: there is no such flag{f', did you mean --{near[0]}?' if near else ''}"
         elif not value_may_follow and os.path.exists(argument):
-            yield f"{argument} is one path too many: put a pattern in quotes, such as '*{Path(argument).suffix}'"
+            owners = [f"--{name}" for name in PATH_FLAGS if name in flags]
+            before = f"put {' or '.join(owners)} before it, or " if owners else ""
+            pattern = f"put a pattern in quotes, such as '*{Path(argument).suffix}'"
+            yield f"{argument} is one path too many: {before}{pattern}"
             return
         elif not value_may_follow:
             yield f"{argument!r} is neither a flag nor its value"  # such as --compile False

@@ -59,8 +59,10 @@ def answered():
         while inner := chain[-1].__cause__ or chain[-1].__context__:
             chain.append(inner)
         answer = next((each for each in chain if isinstance(each, HTTPError)), error)
+        offline = any("OfflineModeIsEnabled" in repr(each) for each in chain)
+        text = "offline: HF_HUB_OFFLINE is set, or the hub does not answer" if offline else first_line(answer)
         missing = isinstance(answer, EntryNotFoundError) and not isinstance(answer, LocalEntryNotFoundError)  # offline
-        raise (FileNotFoundError if missing else OSError)(first_line(answer)) from error
+        raise (FileNotFoundError if missing else OSError)(text) from error
 
 
 def find_file(name, file):

@@ -238,7 +238,7 @@ def read_blocks(path, cut, limit):
     """Yield (lines before it, block) of a file of text, .gz and .zst decompressed, without a byte-order mark.
 
     cut(block): the length of a block's part that can be tokenized by itself, 0 if there is none. Raises UserError if
-    `limit` bytes cannot be cut, and for UTF-16.
+    `limit` bytes cannot be cut, and for UTF-16 and binary files.
     """
     import pyarrow as pa
 
@@ -247,6 +247,8 @@ def read_blocks(path, cut, limit):
         buffer, line, size = file.read(BYTES_PER_TASK), 0, BYTES_PER_TASK
         if buffer.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
             raise UserError(f"{path} is UTF-16: convert it to UTF-8, for example with iconv -f UTF-16 -t UTF-8")
+        if b"\0" in buffer[:8000]:  # git's test
+            raise UserError(f"{path} is not text: it has NUL bytes")
         buffer = buffer.removeprefix(codecs.BOM_UTF8)
         while True:
             missing = max(0, size - len(buffer))

@@ -55,7 +55,8 @@ def load_items(path=None, limit=None, name="hellaswag"):
         try:
             items.append(task.read(row if table else json.loads(row)))
         except (ValueError, RecursionError) as error:
-            raise UserError(f"{source}, line {number}: {error}, in {row!r:.80}") from error
+            text = str(row) if table else row.decode(errors="replace")
+            raise UserError(f"{source}, line {number}: {error}, in {text:.80}") from error
     if not items:
         raise UserError(f"{source} has no items: it needs one a line")
     count = min(limit or len(items), len(items))

@@ -184,17 +184,18 @@ def test_push(command, call_main, script, checkpoint, tmp_path):
 
     to = "--push", "me/model"
     expect_error(call_main("export.py", "log/run", "a", *to), "--push needs --license")
-    done = call_main("export.py", "log/run", "a", *to, "--license", "mit", "--dry_run")
-    assert done.returncode == 0 and "would upload a/model.safetensors" in done.stdout and not hub.log, done.stderr
+    dry = call_main("export.py", "log/run", "b", *to, "--license", "mit", "--dry_run")
+    assert dry.returncode == 0 and "would upload model.safetensors" in dry.stdout, dry.stderr
+    assert not hub.log and not (tmp_path / "b").exists()
     error = push("c", "--license", "mit", token="wrong")
     expect_error(error, "cannot push to me/model (", "401", "c is complete: hf upload me/model c --private")
     error = push("d", "--license", "mit", "--public", url="http://127.0.0.1:9")
-    expect_error(error, "cannot push to me/model (Cannot reach", "d is complete: hf upload me/model d")
+    expect_error(error, "cannot push to me/model (offline", "d is complete: hf upload me/model d")
     assert not hub.repositories
     done = push("b", "--license", "mit")
     assert done.returncode == 0 and f"{hub.url}/me/model" in done.stdout, done.stderr
     assert hub.repositories["me/model"] == {path.name: path.read_bytes() for path in (tmp_path / "b").iterdir()}
-    assert hub.repositories["me/model"]["README.md"] == (tmp_path / "a" / "README.md").read_bytes()
+    assert hub.repositories["me/model"]["README.md"].decode() in dry.stdout
     hub.fails = True
     error = push("e", "--license", "mit", "--public")
     expect_error(error, "cannot push to me/model (", "403", "e is complete: hf upload me/model e")

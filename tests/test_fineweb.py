@@ -160,7 +160,7 @@ def test_errors_are_one_line(call_main, tmp_path):
     (tmp_path / "broken.parquet").write_bytes(b"this is not parquet")
     total = len(plain_tokens(TEXTS))
     (tmp_path / "empty.txt").write_text("\n<|endoftext|>\n")
-    expect_error(call_main("fineweb.py", "--input", "empty.txt"), "only 0 tokens", "more text")
+    expect_error(call_main("fineweb.py", "--input", "empty.txt"), "only 0 tokens", "validation: give more text")
     exact = ("--input", "docs.parquet", "--dataset", "fineweb", "--shard_size", total)
     expect_error(call_main("fineweb.py", *exact), f"only {total:,} tokens", "smaller --shard_size")
     assert not list(tmp_path.rglob("*.npy")) and not list(tmp_path.rglob("unfinished.json"))

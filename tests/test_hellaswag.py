@@ -126,7 +126,7 @@ def test_the_command_and_its_errors(call_main, tmp_path):
     done = call_main(
         "hellaswag.py", tmp_path, "--tasks", "hellaswag=hellaswag_val.jsonl", "--device", "cpu", "--limit", 5
     )
-    assert done.returncode == 0 and "hellaswag_val, 5 items: acc 0." in done.stdout, done.stderr
+    assert done.returncode == 0 and "hellaswag_val.jsonl, 5 items: acc 0." in done.stdout, done.stderr
     assert "GPT-3 125M" in done.stdout  # the reference, for HellaSwag alone
     expect_error(call_main("hellaswag.py", tmp_path, "--tasks=hellaswag=no.jsonl", "--device", "cpu"), "no.jsonl")
     expect_error(call_main("hellaswag.py", tmp_path, data, "--limit", 0), "--limit 0: it must be at least 1")

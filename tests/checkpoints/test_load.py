@@ -168,6 +168,13 @@ def test_training_json_has_a_hash(checkpoint):
     assert load.read_training(checkpoint)["tokens"] == 80
 
 
+def test_a_file_that_may_not_be_read_is_not_damaged(checkpoint, monkeypatch):
+    """An older checkpoint must not take its place, which a change of its permissions mends."""
+    monkeypatch.setattr(load, "digest", lambda path: (_ for _ in ()).throw(PermissionError(13, "denied", str(path))))
+    with pytest.raises(PermissionError):
+        load.first_intact([checkpoint])
+
+
 def test_files_outside_the_folder_are_not_read(checkpoint, tmp_path):
     (tmp_path / "other").write_text("")
     training = json.loads((checkpoint / "training.json").read_text())
@@ -180,11 +187,15 @@ def test_the_error_lists_the_models_that_there_are(checkpoint, tmp_path):
     deleted = tmp_path / "checkpoint_000009"
     assert f"; {tmp_path} has checkpoint_000002; give a run" in one_line(load.load_model, deleted)
     config = Config(resume=str(deleted))
-    assert f"no checkpoint; {tmp_path} has checkpoint_000002; give auto" in one_line(resume.find_start, config, ALONE)
+    assert f"no checkpoint; {tmp_path} has checkpoint_000002; give a ch" in one_line(resume.find_start, config, ALONE)
     checkpoint.rename(tmp_path / "model")
     (tmp_path / "ckpt.pt").touch()
-    assert f"; {tmp_path} has ckpt.pt, model; give a run" in one_line(load.load_model, tmp_path)
+    assert f"; {tmp_path} has model, ckpt.pt; give a run" in one_line(load.load_model, tmp_path)
     assert " has " not in one_line(load.load_model, tmp_path / "no" / "x")
+    for age in range(1, 6):  # seconds
+        (tmp_path / f"{age}.pt").touch()
+        os.utime(tmp_path / f"{age}.pt", times=(0, os.stat(tmp_path / "model").st_mtime - age))
+    assert " has 3.pt, 2.pt, 1.pt, model, ckpt.pt and 2 more; give" in one_line(load.load_model, tmp_path)
 
 
 @pytest.mark.parametrize("value", [None, "x", -1, True, 0.5, float("nan"), []])

@@ -106,7 +106,7 @@ def test_every_training_command_knows_the_names_of_peers(monkeypatch, module):
         ("-lr 1e-3", "'-lr' is neither a flag nor its value"),
         ("--demo run", "'run' is neither a flag nor its value"),
         ("--demo " + "x" * 999, "xxx' is neither a flag nor its value"),  # too long for a file's name
-        (f"--data_dir a {__file__}", "is one path too many: put a pattern in quotes, such as '*.py'; see --help"),
+        (f"--data_dir a {__file__}", "is one path too many: put --data_dir or --resume before it, or put a pattern in"),
         ("--demo False", "'False' is neither a flag nor its value"),
         ("--demo=maybe", "--demo=maybe: it must be on or off"),
         ("--no_demo=False", "'False' is neither a flag nor its value"),
@@ -273,6 +273,8 @@ def test_a_full_disk_is_one_line(monkeypatch, capfd):
 def test_a_compile_cache_that_cannot_be_written_is_one_line(monkeypatch, capfd, tmp_path):
     monkeypatch.setattr("sys.stdout", sys.stdout)  # run() replaces both
     monkeypatch.setattr("sys.stderr", sys.stderr)
+    from torch import _dynamo  # noqa: F401 - its import needs a cache; a failed one would break later tests of this process
+
     (tmp_path / "cache").touch()
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
     with pytest.raises(SystemExit) as ended:

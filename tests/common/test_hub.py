@@ -52,7 +52,7 @@ def test_a_hub_that_never_answers(command, tmp_path):
     said, *errors = done.stdout.splitlines()
     assert "does not answer (timed out)" in said and len(errors) == 3
     for error, name in zip(errors, ("gpt2", "hellaswag", "fineweb-edu")):
-        assert error.startswith("cannot ") and name in error
+        assert error.startswith("cannot ") and name in error and "offline: HF_HUB_OFFLINE is set, or" in error
 
 
 def test_a_hub_that_answers_is_asked(monkeypatch, capsys):

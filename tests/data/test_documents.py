@@ -71,13 +71,16 @@ def test_parquet_batches_continue(tmp_path, monkeypatch):
         assert np.array_equal(read(path, state=state)[0][1], tokens)
 
 
-def test_byte_order_marks(tmp_path):
+def test_byte_order_marks_and_binary_files(tmp_path):
     (tmp_path / "a.txt").write_text("words", encoding="utf-8-sig")
     (tmp_path / "a.jsonl").write_text('{"text": "words"}', encoding="utf-8-sig")
     for name in ("a.txt", "a.jsonl"):
         assert np.array_equal(join(read(tmp_path / name)), tokenize(["words"]))
     (tmp_path / "a.txt").write_text("words", encoding="utf-16")
     with pytest.raises(UserError, match="UTF-16"):
+        read(tmp_path / "a.txt")
+    (tmp_path / "a.txt").write_bytes(b"GIF89a\0\1")
+    with pytest.raises(UserError, match="a.txt is not text: it has NUL bytes"):
         read(tmp_path / "a.txt")
 
 
