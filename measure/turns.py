@@ -23,8 +23,11 @@ from train_gpt2 import build, train_step
 from watch.hardware import environment, flops_per_token, mfu, peak_flops, peak_memory
 
 FIRST_STEPS = 3  # for compilation; what else has to settle does so in the first step of each turn
-ROUNDS = 5
-STUDENT_T = 2.776  # two-sided 95% for ROUNDS - 1 degrees of freedom
+# Rounds in turn, and Student's t of a gain's 95% interval after them; more while it is wider than PRECISION to a side.
+# Of intervals that are looked at three times, 92 to 95% hold the gain
+STUDENT_T = {5: 2.776, 10: 2.262, 20: 2.093}
+ROUNDS = min(STUDENT_T)
+PRECISION = 0.006
 
 
 @dataclass
@@ -70,6 +73,10 @@ class TimedRun(ChildRun):
         self.rates.append(tokens / self.seconds)
         return self.rates[-1]
 
+    @property
+    def on_gpu(self):
+        return self.facts["cuda"] is not None
+
     def result(self):
         """{ms, tokens_per_sec, mfu, peak_gb, facts}: medians over all turns so far."""
         rate = statistics.median(self.rates)
@@ -83,8 +90,8 @@ class TimedRun(ChildRun):
 
 
 def measure(config, ranks, results, name, seconds, steps, before=None):
-    """(TimedRun, result) of a Config, timed for `seconds` and `steps` steps or longer, in turn with the TimedRun
-    `before` if there is one. results: a Results; what the processes print is in NAME.txt in its folder.
+    """(TimedRun, result) of a Config, timed for `seconds` and `steps` steps or longer, see compare(), in turn with the
+    TimedRun `before` if there is one. results: a Results; what the processes print is in NAME.txt in its folder.
 
     status of the result is "done", "skipped" (this machine cannot run it) or "failed" (a bug). Done, it has
     TimedRun.result() and gain: Gain.facts() over `before`, None without; else a reason, and the run is None.
@@ -107,17 +114,21 @@ def measure(config, ranks, results, name, seconds, steps, before=None):
 
 
 def compare(first, second, seconds, steps):
-    """The Gain of a TimedRun over another, in turn. Each is timed for `seconds` and `steps` steps, or longer."""
+    """The Gain of a TimedRun over another, in turn. Each is timed for `seconds` and `steps` steps, or longer: on GPUs
+    up to four times as long while the gain is less certain than PRECISION. A CPU's steps vary too much for it."""
     logs, shares = [], {run: turn(run, seconds, steps) for run in (first, second)}
-    for number in range(ROUNDS):  # A B, B A, A B, ...: a drift of the clock cancels
-        rates = {run: run.train(shares[run]) for run in ((first, second), (second, first))[number % 2]}
-        logs.append(math.log(rates[second] / rates[first]))
-    mean, margin = statistics.mean(logs), STUDENT_T * statistics.stdev(logs) / math.sqrt(ROUNDS)
+    for rounds, student_t in STUDENT_T.items():
+        for number in range(len(logs), rounds):  # A B, B A, A B, ...: a drift of the clock cancels
+            rates = {run: run.train(shares[run]) for run in ((first, second), (second, first))[number % 2]}
+            logs.append(math.log(rates[second] / rates[first]))
+        mean, margin = statistics.mean(logs), student_t * statistics.stdev(logs) / math.sqrt(rounds)
+        if margin <= PRECISION or not second.on_gpu:
+            break
     return Gain(*map(math.exp, (mean, mean - margin, mean + margin)))
 
 
 def turn(run, seconds, steps):
-    """Steps in each of ROUNDS turns."""
+    """Steps in a turn: ROUNDS turns have the seconds and the steps."""
     return max(math.ceil(steps / ROUNDS), math.ceil(seconds / ROUNDS / run.seconds))
 
 

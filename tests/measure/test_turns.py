@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from measure.turns import ROUNDS, compare, turn
+from measure.turns import compare, turn
 
 
 class Clock:
@@ -12,6 +12,8 @@ class Clock:
 
     def __init__(self, name, rates, turns, seconds=0.5):
         self.name, self.rates, self.turns, self.seconds = name, iter(rates), turns, seconds
+
+    on_gpu = True
 
     def train(self, steps):
         self.turns.append((self.name, steps))
@@ -29,16 +31,19 @@ def test_the_gain_is_that_of_the_rounds_in_turn():
     assert set(turns) == {("A", 4), ("B", 10)}  # 20 steps at least, and 5 seconds
 
 
-def test_the_interval():
-    ratios = [1.01, 1.03, 0.99, 1.0, 1.02]
-    gain = compare(Clock("A", [1] * ROUNDS, []), Clock("B", ratios, []), 0, 1)
-    logs = [math.log(ratio) for ratio in ratios]
-    mean = sum(logs) / 5
-    deviation = math.sqrt(sum((each - mean) ** 2 for each in logs) / 4)
+@pytest.mark.parametrize("spread, rounds, student_t", [(1.0, 20, 2.093), (0.4, 10, 2.262), (0.2, 5, 2.776)])
+def test_the_interval_gets_more_rounds_while_it_is_wide(spread, rounds, student_t):
+    """student_t: of any table, for rounds - 1 degrees of freedom."""
+    logs = [spread * each for each in [0.01, 0.03, -0.01, 0.0, 0.02]] * 4
+    turns = []
+    gain = compare(Clock("A", [1] * 20, turns), Clock("B", map(math.exp, logs), turns), 0, 1)
+    assert len(turns) == 2 * rounds
+    logs = logs[:rounds]
+    mean = sum(logs) / rounds
+    deviation = math.sqrt(sum((each - mean) ** 2 for each in logs) / (rounds - 1))
     assert math.log(gain.ratio) == pytest.approx(mean)
-    # Student's t for 4 degrees of freedom, of any table
-    assert math.log(gain.high / gain.ratio) == pytest.approx(2.776 * deviation / math.sqrt(5))
-    assert gain.low < 1 < gain.high and not gain.is_clear
+    assert math.log(gain.high / gain.ratio) == pytest.approx(student_t * deviation / math.sqrt(rounds))
+    assert gain.is_clear == (gain.low > 1)
 
 
 def test_a_turn_has_enough_steps_and_seconds():
