@@ -338,9 +338,11 @@ def set_sizes(config, start, typed=()):
                 f"--seq_len {config.seq_len}, but {config.init_from} has {pretrained.seq_len} positions: "
                 f"use --seq_len {pretrained.seq_len}"
             )
-        if resumed and "total_batch_size" not in chosen:  # what the run began with
+        if "total_batch_size" in chosen:
+            return
+        if resumed:  # what the run began with
             config.total_batch_size = start.training["run"].get("total_batch_size", config.total_batch_size)
-        elif "total_batch_size" not in chosen:
+        else:
             tokens = min(config.total_batch_size, sum(map(len, open_shards(config.data_dir, "train"))) // 10)
             config.total_batch_size = config.seq_len * 2 ** (max(1, tokens // config.seq_len).bit_length() - 1)
         return
