@@ -69,7 +69,7 @@ def find_start(config, distributed):
     if training:  # the run's own file has the rollbacks since, too
         rollbacks = (facts_of(run_of(resumed)) or training["run"]).get("rollbacks", [])
         training["rollbacks"] = [each for each in rollbacks if each["step"] <= training["step"]]
-    return Start(resumed, training, weights, load.load_config(weights) if weights else None)
+    return Start(resumed, training, weights, load.load_config(weights) if weights is not None else None)
 
 
 def find_checkpoint(config, distributed):

@@ -99,7 +99,7 @@ def open_shard(path):
             raise ValueError(f"{tokens.dtype} of shape {tokens.shape}, it must be uint16 and one-dimensional")
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}") from error
-    except (ValueError, TypeError, LookupError, SyntaxError, OverflowError, RecursionError, MemoryError) as error:
+    except Exception as error:  # a damaged header raises any
         raise UserError(f"{path} is not a shard: {first_line(error)}; make it again with fineweb.py") from error
     shard = Shard(path, np.asarray(tokens))
     shard[:65536], shard[-65536:]  # checks the tokens at both ends; the others are checked when they are read

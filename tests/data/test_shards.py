@@ -43,13 +43,14 @@ def invalid_shards(folder):
     yield ">u2", lambda: path.write_bytes(npy("(100,)", "'>u2'"))
     yield "not a shard", lambda: path.write_bytes(npy("-" * 9000 + "1"))
     yield "not a shard", lambda: path.write_bytes(npy("{[]: 1}"))
+    yield "not a shard", lambda: path.write_bytes(npy("(100,("))
     yield "large", lambda: path.write_bytes(npy("(100,)" + " " * 20_000))
     yield "No such file", lambda: path.symlink_to("nothing")
     yield "not a regular file", lambda: path.symlink_to("/dev/zero")
     yield "not a regular file", lambda: os.mkfifo(path)
 
 
-@pytest.mark.parametrize("case", range(25))
+@pytest.mark.parametrize("case", range(26))
 def test_invalid_shards_are_rejected(tmp_path, case):
     words, write = list(invalid_shards(tmp_path))[case]
     write()
