@@ -126,12 +126,13 @@ def changed_flags(start, config):
     if not start.resumed:
         return []
     before, now = start.training["run"], vars(config)
-    names = flags_with(type(config), report=True) & before.keys()
+    length, derived = ("max_minutes", {"max_steps"}) if config.max_minutes else ("max_steps", set())
+    names = flags_with(type(config), report=True) & before.keys() - derived
     changed = [name for name in now if name in names and before[name] != now[name]]
     notes = [Note(name, now[name], f"the checkpoint was made with {word(before[name])}") for name in changed]
     if start.step >= config.max_steps:
         reason = f"the checkpoint is at step {start.step}; raise it to continue"
-        notes.append(Note("max_steps", config.max_steps, reason))
+        notes.append(Note(length, now[length], reason))
     return notes
 
 

@@ -29,6 +29,8 @@ def print_plan(run, notes, switches):
     amount = f"{count(config.max_steps, 'step')}, {total:,} tokens, {total / train_stream.total:.2f} epochs"
     if start.step >= config.max_steps:
         amount = f"none: at step {start.step:,} of {config.max_steps:,}"
+    elif config.max_minutes:
+        amount = f"{config.max_minutes:g} minutes of steps"
     on = ", ".join(name for name, value in switches.items() if value)
     off = ", ".join(name for name, value in switches.items() if not value)
     sizes = f"{count(config.n_layer, 'layer')}, {count(config.n_head, 'head')}, {config.n_embd} wide"
@@ -48,7 +50,7 @@ def print_plan(run, notes, switches):
         ("batch", batch),
         *([("parallel", place.describe(config, distributed))] if world_size > 1 else []),
         ("recipe", f"{config.optimizer}, lr {config.lr:g}, {warmup}, then {config.lr_schedule}"),
-        ("training", f"{config.max_minutes:g} minutes of steps" if config.max_minutes else amount),
+        ("training", amount),
         ("on", f"{on} (off: {off})" if off else on),
         ("data", f"{config.data_dir}: {data}"),
         ("tasks", ", ".join(f"{name} {count(len(each), 'item')}" for name, each in items.items()) or "off"),

@@ -119,6 +119,9 @@ def test_a_run_of_some_minutes(train, tmp_path):
     assert facts["finished"] and last.name == f"checkpoint_{steps:06d}" and len(logged(run, "val")) == 2
     train("run", *flags, drop=DROP)
     assert len(logged(run)) == steps and [*run.glob("checkpoint_*")] == [last]
+    output = (run / "output.txt").read_text()
+    assert f"training   none: at step {steps} of {steps}\n" in output and "max_steps" not in output
+    assert f"note       max_minutes is 0.01: the checkpoint is at step {steps}; raise it to continue\n" in output
 
 
 def test_minutes_and_steps_exclude_each_other(train):
