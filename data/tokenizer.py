@@ -83,9 +83,14 @@ def encode(text):
     GPT-2's split pattern, `\\s+(?!\\S)`, takes n characters of white space before a word as n - 1 and then the last one
     with the word. It finds this by backtracking, and fails from 999,999 characters on. So the text is cut before that
     last one: at the end of a text `\\s++$` takes the n - 1 as one piece too, and no pattern looks back.
+
+    Raises UserError for a surrogate, which a command line has for a byte that is not UTF-8.
     """
     parts = CUT.split(text) if len(text) > LONG_WHITE_SPACE else [text]
-    return np.concatenate([get_tokenizer().encode_to_numpy(part, disallowed_special=()) for part in parts])
+    try:
+        return np.concatenate([get_tokenizer().encode_to_numpy(part, disallowed_special=()) for part in parts])
+    except UnicodeEncodeError as error:
+        raise UserError(f"the text is not UTF-8 at character {error.start:,}: {text[:80]!r}") from error
 
 
 def tokenize(texts):

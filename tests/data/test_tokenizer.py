@@ -36,6 +36,11 @@ def test_white_space_of_any_length(monkeypatch):
         assert encode(text).tolist() == plain(text)
 
 
+def test_what_is_not_utf_8_is_an_error():
+    with pytest.raises(UserError, match=r"not UTF-8 at character 3: 'caf\\udce9'"):
+        encode(b"caf\xe9".decode(errors="surrogateescape"))  # as on a command line
+
+
 def test_special_tokens_in_a_text_are_text():
     tokens = tokenize(["<|endoftext|>"])
     assert tokens[0] == END_OF_TEXT and END_OF_TEXT not in tokens[1:]
