@@ -14,6 +14,7 @@ from common import flag_file
 from common.cli import check_bounds, flag, given, parse
 from common.errors import Note, UserError
 from data.shards import open_shards
+from kernels.needs import small_micro_batch
 from model import GPTConfig
 from optim import schedules
 from optimizations import SWITCHES, model_switches, refuse_unavailable_flags, turn_off_unavailable
@@ -285,6 +286,9 @@ def resolve(config, distributed, free_memory=None, start=None, typed=None):
             f"{new.seq_len // new.context} tokens on a rank"
         )
     schedules.check_flags(new, notes)
+    if new.cuda_graphs and "cuda_graphs" not in (typed or {}) and not small_micro_batch(new):
+        new.cuda_graphs = False
+        notes.append(Note("cuda_graphs", False, "micro-batches are so large that the GPU does not wait for the host"))
     if new.tasks and not new.hellaswag_every:
         notes.append(Note("tasks", new.tasks, "nothing of it is evaluated, since hellaswag_every is 0"))
     refuse_unavailable_flags(typed or {}, notes)

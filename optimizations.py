@@ -91,6 +91,10 @@ OPTIMIZATIONS = (
     ),
     switch("tuned_gemms", "compiled graphs' GEMMs by cuBLASLt's fastest algorithms", needs=needs.compiled_cublaslt),
     switch(
+        "cuda_graphs", "small micro-batches as CUDA graphs",
+        rung=None, needs=needs.fixed_addresses,
+    ),
+    switch(
         "fused_cross_entropy", "head and cross-entropy for 4,096 tokens at a time, by a Triton kernel",
         needs=needs.triton_and_whole_head, in_model=True,
     ),

@@ -93,11 +93,12 @@ def build(config, distributed, weights=None, sizes=None):
     # compile: fuses element-wise operations and reductions into one kernel, without Python between kernels.
     # tuned_gemms: GEMMs by the fastest of cuBLASLt's algorithms. A Pipeline compiles its stage itself.
     forward = compile_model(model, config) if config.pipeline == 1 else model
+    # cuda_graphs: small micro-batches, for whose kernels the GPU would wait, are launched as a whole
+    graphed = compile_model(model, config, graphs=True) if config.cuda_graphs else forward
     # ddp: each rank has all weights and a share of the batch; the last backward averages gradients over the ranks
-    train_forward = gradients.wrap_ddp(forward, config, distributed)
+    train_forward = gradients.wrap_ddp(graphed, config, distributed)
     optimizer = make_optimizer(model, config)
-    # fp8: the blocks' GEMMs in 8 bits, at twice the rate, each tensor with a scale from its amax. The modules change in
-    # place, their parameters stay, and compilation waits for the first call
+    # fp8: the blocks' GEMMs in 8 bits, at twice the rate. The modules change in place; compilation comes at their call
     if config.fp8:
         from kernels import fp8  # needs Triton
 

@@ -112,6 +112,7 @@ class ScaledModule(nn.Module):
         self.scales = torch.zeros(len(initial_amax) + len(weights), 4, device=device)
         self.scales[: len(initial_amax), 0] = torch.tensor(initial_amax) * (HEADROOM / FP8_MAX)
         self.amax = torch.tensor([0.0] * len(initial_amax) + [1.0], device=device, requires_grad=True)
+        self.amax.grad = torch.zeros_like(self.amax)
 
 
 class Linear(ScaledModule, nn.Linear):

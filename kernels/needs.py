@@ -9,6 +9,7 @@ from common.device import missing_compiler, missing_package
 from kernels import attention
 
 GENERATIONS = dict(Ampere=(8, 0), Hopper=(9, 0))  # compute capabilities
+GRAPHED_FLOPS = 1.5e12  # of a block, forward and backward: 32 x 1024 tokens of 124M, about 4 ms on an H100
 
 
 def nvidia_gpu(config, distributed, oldest=None):
@@ -90,6 +91,20 @@ def cublaslt_gemms(config, distributed):
     from kernels import cublaslt
 
     return nvidia_gpu(config, distributed) or bf16(config) or cublaslt.missing()
+
+
+def fixed_addresses(config, distributed):
+    """For CUDA graphs, which small_micro_batch() limits to where they gain."""
+    if distributed.world_size > 1:
+        return "there are several ranks"
+    if config.mask_documents:
+        return "with --mask_documents every micro-batch has other shapes"
+    return nvidia_gpu(config, distributed) or (None if config.compile else "it needs --compile")
+
+
+def small_micro_batch(config):
+    """Whether the GPU computes a block of a micro-batch in the time in which the host launches its kernels."""
+    return 72 * config.n_embd**2 * config.micro_batch_size * config.seq_len <= GRAPHED_FLOPS
 
 
 def flash_attention_4(config, distributed):

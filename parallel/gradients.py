@@ -70,5 +70,7 @@ def clip(model, max_norm):
 
 
 def zero(trainer):
-    """Zero the gradients after an update. DDP's live in its buckets and stay allocated; others are freed."""
-    trainer.optimizer.zero_grad(set_to_none=not isinstance(trainer.train_forward, DistributedDataParallel))
+    """Zero the gradients after an update. DDP's, which live in its buckets, and those that a CUDA graph adds to stay
+    allocated; others are freed."""
+    stay = isinstance(trainer.train_forward, DistributedDataParallel) or trainer.config.cuda_graphs
+    trainer.optimizer.zero_grad(set_to_none=not stay)

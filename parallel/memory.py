@@ -6,6 +6,7 @@ import torch
 
 from common.errors import UserError
 from data.tokenizer import VOCAB_SIZE
+from kernels.needs import small_micro_batch
 from optim.optimizer import OPTIMIZERS
 from optim.schedules import accumulation_steps
 from parallel.fsdp import blocks_together, is_sharded, shard_group_size
@@ -96,7 +97,10 @@ def peak_bytes(config, distributed):
         # it gathers all weights, see fsdp.gathered(); there are no gradients
         evaluation = (4 / shards + compute_bytes(config)) * params + states
     accumulates = accumulation_steps(config, distributed.data_size) > 1
-    if not accumulates and (is_sharded(config) or distributed.world_size == 1):
+    graphed = config.cuda_graphs and small_micro_batch(config)
+    if graphed:  # evaluations do not use the graphs' memory
+        peak += bytes_of_evaluation(config)
+    if not accumulates and not graphed and (is_sharded(config) or distributed.world_size == 1):
         # there are no gradients until backward, which makes them while it frees activations
         return max(evaluation, peak - min(4 * params / shards, activations))
     if config.compile and not is_sharded(config):
@@ -166,8 +170,12 @@ def bytes_of_activations(config):
         logits = VOCAB_SIZE * (width * (rows + config.n_embd) + 4 * config.n_embd)
     else:
         logits = tokens * VOCAB_SIZE * head / config.context
-    # an evaluation splits no sequence, and needs all logits: 2 bytes compiled, 11 with eager float32 copies
-    evaluates = config.val_every > 0 or config.hellaswag_every > 0
-    evaluation = evaluates * tokens * VOCAB_SIZE * (1 if config.compile else 5.5) * width / config.tensor
     # a pipeline's last rank has the logits, and the fewest micro-batches in flight
-    return max(*of_ranks, of_ranks[-1] + logits, evaluation)
+    return max(*of_ranks, of_ranks[-1] + logits, bytes_of_evaluation(config))
+
+
+def bytes_of_evaluation(config):
+    """Bytes of an evaluation's logits, 2 for each compiled, 11 with eager float32 copies. No sequence is split."""
+    evaluates = config.val_every > 0 or config.hellaswag_every > 0
+    tokens, width = config.micro_batch_size * config.seq_len, compute_bytes(config)
+    return evaluates * tokens * VOCAB_SIZE * (1 if config.compile else 5.5) * width / config.tensor

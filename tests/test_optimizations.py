@@ -59,6 +59,7 @@ CASES = {
     "micro_batch": (1e-5, dict(micro_batch_size=4), dict(micro_batch_size=1)),
     "bf16_residual": (2e-3, dict(bf16_residual=True), HALF),
     "tuned_gemms": (1e-3, dict(tuned_gemms=True), COMPILED),
+    "cuda_graphs": (1e-5, dict(cuda_graphs=True), COMPILED | dict(max_steps=6)),
     "fused_cross_entropy": (1e-5, dict(fused_cross_entropy=True), SMALL),
     "fused_gelu": (1e-3, dict(fused_gelu=True), HALF),
     "flash4": (1e-3, dict(attention="flash4"), HALF | SDPA),
@@ -74,7 +75,7 @@ TWO_RANKS = {
     "bf16_gradients": (1e-3, ("--bf16_gradients",), ("--parallel", "zero2")),
 }
 # fp8_head is slow in Triton's interpreter: test_fp8_head.py has it
-NEEDS_A_GPU = ("tf32", "attention_kernel", "flash4", "fp8_head")
+NEEDS_A_GPU = ("tf32", "cuda_graphs", "attention_kernel", "flash4", "fp8_head")
 
 
 def three_steps(**flags):
@@ -134,6 +135,17 @@ def test_on_against_off(name, request, monkeypatch):
 
 def test_the_same_flags_have_the_same_operators():
     assert three_steps() == three_steps_once() or DEVICE.type == "cuda"  # where sums have varying order
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("flags", [{}, dict(fp8=True), dict(optimizer="muon"), dict(attention="flash4", flash=True)])
+def test_a_cuda_graph_changes_no_bit(flags):
+    """Of the losses of steps with two micro-batches: the first four are launched one by one."""
+    both = COMPILED | dict(max_steps=6, deterministic=True, fused_cross_entropy=True, fused_gelu=True) | flags
+    both |= dict(n_embd=128)  # and heads of 64
+    if turn_off_unavailable(replace(PLAIN, **both), ALONE)[0] != replace(PLAIN, **both):
+        pytest.skip("not on this GPU")
+    assert losses(**both, cuda_graphs=True) == losses(**both)
 
 
 @pytest.mark.parametrize("name", TWO_RANKS)
@@ -308,4 +320,5 @@ def test_on_a_cpu_all_kernels_for_gpus_are_off_for_one_reason(monkeypatch, paral
     _, notes = turn_off_unavailable(Config(compile=False, parallel=parallel, fp8=True), cpu)
     off = {note.flag for note in notes if note.reason == "this is cpu, not an NVIDIA GPU"}
     gpu_flags = {"tf32", "bf16_residual", "tuned_gemms", "fused_cross_entropy", "fused_gelu", "attention", "fp8"}
+    gpu_flags.add("cuda_graphs")
     assert off == gpu_flags and {note.flag for note in notes} - off <= {"parallel"}

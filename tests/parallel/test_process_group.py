@@ -97,7 +97,7 @@ def test_gradients_of_ddp_are_kept_in_its_buckets_alone(group):
     wrapped = gradients.wrap_ddp(model, Config(compile=False), process_group.Distributed(0, 2, torch.device("cpu")))
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     places = []
-    trainer = SimpleNamespace(model=model, train_forward=wrapped, optimizer=optimizer, config=Config())
+    trainer = SimpleNamespace(model=model, train_forward=wrapped, optimizer=optimizer, config=Config(cuda_graphs=False))
     for _ in range(3):
         for last in (False, True):
             with gradients.accumulation(trainer, last):
