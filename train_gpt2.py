@@ -90,6 +90,7 @@ def build(config, distributed, weights=None, sizes=None):
     # parallel: a rank holds the whole model with ddp, a shard of it with zero2, zero3 and hsdp, a part with tensor
     model = place.place(model, config, distributed, autocast)
     resume.initialize(model, weights)
+    optimizer = make_optimizer(model, config)
     # compile: fuses element-wise operations and reductions into one kernel, without Python between kernels.
     # tuned_gemms: GEMMs by the fastest of cuBLASLt's algorithms. A Pipeline compiles its stage itself.
     forward = compile_model(model, config) if config.pipeline == 1 else model
@@ -97,7 +98,6 @@ def build(config, distributed, weights=None, sizes=None):
     graphed = compile_model(model, config, graphs=True) if config.cuda_graphs else forward
     # ddp: each rank has all weights and a share of the batch; the last backward averages gradients over the ranks
     train_forward = gradients.wrap_ddp(graphed, config, distributed)
-    optimizer = make_optimizer(model, config)
     # fp8: the blocks' GEMMs in 8 bits, at twice the rate. The modules change in place; compilation comes at their call
     if config.fp8:
         from kernels import fp8  # needs Triton

@@ -99,7 +99,12 @@ def fixed_addresses(config, distributed):
         return "there are several ranks"
     if config.mask_documents:
         return "with --mask_documents every micro-batch has other shapes"
-    return nvidia_gpu(config, distributed) or (None if config.compile else "it needs --compile")
+    if problem := nvidia_gpu(config, distributed):
+        return problem
+    if not config.compile:
+        return "it needs --compile"
+    if not config.fused_adamw:  # where a step without an update frees gradients
+        return "it needs --fused_adamw"
 
 
 def small_micro_batch(config):

@@ -4,6 +4,8 @@ from common.interrupt import StopSignal
 
 import contextlib
 import functools
+import math
+import operator
 import re
 from collections import Counter
 from dataclasses import fields, replace
@@ -17,6 +19,7 @@ from config import Config, resolve
 from dev.tables import command
 from kernels import attention, cublaslt
 from model import GPTConfig
+from optim.optimizer import update_if_finite
 from optimizations import (
     OPTIMIZATIONS,
     RUNGS,
@@ -25,6 +28,7 @@ from optimizations import (
     refuse_unavailable_flags,
     turn_off_unavailable,
 )
+from parallel import gradients
 from parallel.process_group import Distributed
 from train_gpt2 import build, train_step
 
@@ -55,11 +59,11 @@ CASES = {
     "attention_kernel": (1e-3, dict(attention="efficient"), HALF | SDPA),
     "pad_vocab": (1e-5, dict(pad_vocab=True), {}),
     "fused_adamw": (1e-5, dict(fused_adamw=True), {}),
+    "cuda_graphs": (1e-5, dict(cuda_graphs=True), COMPILED | dict(max_steps=6, fused_adamw=True)),
     "accumulation": (1e-5, dict(micro_batch_size=1), dict(micro_batch_size=4)),
     "micro_batch": (1e-5, dict(micro_batch_size=4), dict(micro_batch_size=1)),
     "bf16_residual": (2e-3, dict(bf16_residual=True), HALF),
     "tuned_gemms": (1e-3, dict(tuned_gemms=True), COMPILED),
-    "cuda_graphs": (1e-5, dict(cuda_graphs=True), COMPILED | dict(max_steps=6)),
     "fused_cross_entropy": (1e-5, dict(fused_cross_entropy=True), SMALL),
     "fused_gelu": (1e-3, dict(fused_gelu=True), HALF),
     "flash4": (1e-3, dict(attention="flash4"), HALF | SDPA),
@@ -141,11 +145,21 @@ def test_the_same_flags_have_the_same_operators():
 @pytest.mark.parametrize("flags", [{}, dict(fp8=True), dict(optimizer="muon"), dict(attention="flash4", flash=True)])
 def test_a_cuda_graph_changes_no_bit(flags):
     """Of the losses of steps with two micro-batches: the first four are launched one by one."""
-    both = COMPILED | dict(max_steps=6, deterministic=True, fused_cross_entropy=True, fused_gelu=True) | flags
-    both |= dict(n_embd=128)  # and heads of 64
+    both = COMPILED | dict(max_steps=6, deterministic=True, fused_adamw=True, n_embd=128)  # heads of 64
+    both |= dict(fused_cross_entropy=True, fused_gelu=True) | flags
     if turn_off_unavailable(replace(PLAIN, **both), ALONE)[0] != replace(PLAIN, **both):
         pytest.skip("not on this GPU")
     assert losses(**both, cuda_graphs=True) == losses(**both)
+
+
+def test_the_gradients_that_a_cuda_graph_adds_to_stay_allocated():
+    trainer = build(replace(PLAIN, compile=True, cuda_graphs=True, fused_adamw=True), ALONE, sizes=SIZES)
+    allocated = [parameter.grad for parameter in trainer.model.parameters()]
+    assert all(gradient is not None for gradient in allocated)
+    for norm in torch.tensor([1.0, math.inf]):
+        update_if_finite(trainer.optimizer, trainer.scaler, norm)
+        gradients.zero(trainer)
+    assert all(map(operator.is_, allocated, (parameter.grad for parameter in trainer.model.parameters())))
 
 
 @pytest.mark.parametrize("name", TWO_RANKS)
