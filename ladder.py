@@ -208,7 +208,7 @@ def fit_rung(config, on, names, first, distributed, before):
 
 def with_rungs(config, on, first):
     """config with only the rungs in `on`; first: the micro-batch size before the micro_batch rung."""
-    changes = {}
+    changes = dict(cuda_graphs=False)  # a run that waits would keep their memory
     for row in reversed(RUNGS.values()):  # where two rows share a flag, the first that is off decides
         if row.name not in on and row.is_on(config):
             changes |= row.off

@@ -71,7 +71,10 @@ OPTIMIZATIONS = (
     ),
     switch("pad_vocab", "the vocabulary padded to 50304 rows, a multiple of 128", in_model=True),
     switch("fused_adamw", "the optimizer's update of all parameters in one kernel", needs=fused_update),
-    switch("cuda_graphs", "small micro-batches as CUDA graphs, launched as a whole", needs=needs.fixed_addresses),
+    switch(
+        "cuda_graphs", "small micro-batches as CUDA graphs, launched as a whole",
+        rung=None, needs=needs.fixed_addresses,
+    ),
     # without GPT-3's recipe: the defaults of torch.optim.AdamW at a constant learning rate of 3e-4, without clipping
     Optimization(
         "recipe", dict(lr_schedule="constant", lr=3e-4, warmup_steps=0, beta2=0.999, weight_decay=0.01, grad_clip=0.0),
