@@ -108,7 +108,7 @@ class Speed(Switches):
     autocast: Literal["bf16", "fp16", "off"] = flag("bf16", report=True)
     """Mixed precision; fp16 uses loss scaling and is for GPUs without bf16."""
     attention: Literal["auto", "written_out", "sdpa", "flash", "efficient", "cudnn", "flash4", "triton"] = "auto"
-    """What computes attention. auto: the fastest that the GPU has; written_out: as --no_flash;
+    """What computes attention. auto: flash4 where it runs, else sdpa; written_out: as --no_flash;
     sdpa: PyTorch's choice of flash, efficient and cudnn; flash4: cuDNN's forward, FlashAttention-4's backward;
     triton: a kernel to be read."""
     device: Literal["auto", "cuda", "cpu", "mps"] = "auto"
@@ -192,7 +192,7 @@ class Output:
     keep_checkpoints: int = flag(3, at_least=1, sweep=False)
     """Newest checkpoints to keep; also kept: the best one, and the newest one whose next step was finite."""
     rollbacks: int = flag(3, at_least=0, sweep=False)
-    """Times that a run which diverges goes back to a checkpoint, skips the data since, and halves its learning rate."""
+    """How often a run that diverges may go back to a checkpoint, halve its learning rate and skip the data since."""
     log_dir: str = flag("log", sweep=False)
     """Folder of all runs."""
     profile: int = flag(0, at_least=0, one_start=True, sweep=False)

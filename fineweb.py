@@ -204,8 +204,8 @@ def first_tokens(chunks, count, bar):
 
 def validation_spans(flags, source):
     """(span, period) of split_into_shards. Of FineWeb-Edu and FineWeb the first shard is for validation, as in
-    build-nanogpt; of your own text a tenth, in ten spans or more, and some 10M tokens
-    at most: of compressed files more, since their size in tokens is not known."""
+    build-nanogpt; of your own text a tenth, in spans all over it, and some 10M tokens at most: of compressed files
+    more, since their size in tokens is not known."""
     if flags.dataset != "auto":
         return flags.shard_size, None
     tokens = sum(file["bytes"] for file in source["files"]) // 4  # about

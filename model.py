@@ -74,7 +74,7 @@ class CausalSelfAttention(nn.Module):
             from kernels.flash4 import flash4
 
             return self.c_proj(flash4(qkv, n_head, documents.offsets)[0])
-        # triton: flash attention in 150 lines, to be read
+        # triton: flash attention in Triton, written to be read
         if self.attention == "triton" and past is None and documents.hidden is None and documents.offsets is None:
             from kernels.flash_triton import flash_triton
 
@@ -255,7 +255,7 @@ class GPT(nn.Module):
                 from kernels.cross_entropy import fused_cross_entropy  # needs Triton
             return fused_cross_entropy(x, self.transformer.wte.weight, targets, self.config.vocab_size)
         # pad_vocab: the head's GEMM, the largest of all, has 50304 columns, a multiple of a tensor-core tile. A bias of
-        # -inf keeps the padding out of the softmax for free; slicing it off would copy all logits (7% of a step).
+        # -inf keeps the padding out of the softmax for free; slicing it off would copy all logits.
         padding = None
         if self.config.table_rows > self.config.vocab_size:
             padding = x.new_zeros(self.config.table_rows)

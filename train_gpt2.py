@@ -129,13 +129,13 @@ def accumulate(trainer, next_batch, micro_steps, stop):
 
 @dataclass
 class StepResult:
-    lr: float  # that of --lr
+    lr: float  # of this step; --lr is its peak
     loss: float  # nats, the mean over the step's tokens
     grad_norm: float  # before clipping
     tokens: int
-    finite: bool  # whether loss and gradient norm are; with fp16 only the loss counts while its scale is 1 or more
+    finite: bool  # whether loss and gradient norm are; with fp16 the loss alone, while its scale is 1 or more
     loss_scale: float | None  # fp16's
-    trained_seconds: float  # of this process's steps before, without compilation; the mean over the ranks
+    trained_seconds: float  # of this process's earlier steps, without compilation; the mean over the ranks
     seconds: float  # of the whole step, data loading included
     own_ms: list  # each rank's own time in the step before, see watch/ranks.py
 
@@ -179,7 +179,7 @@ class Run:
 
 
 def train(flags, distributed, typed, stop):
-    """Train as a Config says; typed: its flags on the command line. Returns what loop() returns."""
+    """Train with the flags of a Config; typed: those on the command line. Returns what loop() returns."""
     start = resume.find_start(flags, distributed)
     config, notes = resolve(flags, distributed, memory.free_memory(distributed), start, typed)
     config = rollback.as_left(config, start)

@@ -212,7 +212,7 @@ def list_text(path, limit):
 def tokenize_text(block, first):
     """The (tokens, count) of a block that begins a file, or else goes on with the document of the block before.
 
-    Line breaks around documents are dropped, and documents without text.
+    It drops line breaks around documents, and documents without text.
     """
     text, wrong = decode(block)
     rest, *documents = ((SEPARATOR if first else "") + text).split(SEPARATOR)

@@ -1,4 +1,4 @@
-"""The evaluation tasks: where their items come from and what of a row the model reads.
+"""The evaluation tasks: where their items come from, and which texts of an item the model reads.
 
 HellaSwag is scored as build-nanogpt scores it. The other tasks have the prompts, splits and scores of EleutherAI's
 lm_eval 0.4.13 without examples: its acc_norm is the lowest loss per character of an ending, HellaSwag's here per token.

@@ -47,8 +47,8 @@ class Muon(torch.optim.Optimizer):
     def __init__(self, groups, adamw, compiled, momentum=0.95):
         """groups: dictionaries with params (matrices of one shape), lr, its peak, weight_decay, and parts: the number
         of matrices, one above the other, that each parameter consists of. adamw: the AdamW for the rest; if its
-        default `fused` is True, both read found_inf. compiled: what precedes and what follows the GEMMs is one kernel
-        for each weight, by torch.compile. momentum: the decay rate of the mean of the gradients."""
+        default `fused` is True, both read found_inf. compiled: torch.compile fuses the operations before and after the
+        GEMMs into one kernel for each weight. momentum: the decay rate of the mean of the gradients."""
         super().__init__(groups, dict(momentum=momentum, fused=adamw.defaults["fused"]))
         self.matrices = list(self.param_groups)
         self.adamw = adamw
@@ -87,7 +87,7 @@ class Muon(torch.optim.Optimizer):
             else:
                 whole = to_owners(directions, shape[0], mesh)  # (n of this rank, rows, columns)
                 updates = from_owners(orthogonalize_parts(whole, group["parts"]), directions, mesh)
-            # tensors: torch.compile would compile again for each new number
+            # tensors: torch.compile compiles again for each new Python number
             rate = applied * (group["lr"] * 0.2 * math.sqrt(max(shape[0] // group["parts"], shape[1])))
             decay = 1 - applied * (group["lr"] * group["weight_decay"])
             for weight, update in zip(shards, updates):

@@ -12,7 +12,7 @@ class Row:
 
     make: Callable  # of (model, config); each of its groups has its peak learning rate as "peak"
     state_bytes: tuple  # of state for each parameter, (in the blocks, in the embeddings)
-    defaults: dict = field(default_factory=dict)  # of all flags that have others with it
+    defaults: dict = field(default_factory=dict)  # of the flags whose defaults it changes
 
 
 def make_optimizer(model, config):
