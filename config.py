@@ -201,17 +201,12 @@ class Output:
     """Record this many steps' allocations on a GPU, for PyTorch's memory viewer; 0 is off."""
 
 
-GROUPS = (Basics, Model, Speed, Recipe, SeveralGPUs, Evaluation, Output)
-
-
 @dataclass
-class Config(*reversed(GROUPS)):
+class Config(Output, Evaluation, SeveralGPUs, Recipe, Speed, Model, Basics):  # the fields of the last base come first
     """Train GPT-2. Without flags: GPT-2 124M on FineWeb-Edu 10BT, as fast as the hardware allows.
 
     On several GPUs: torchrun --standalone --nproc_per_node=8 train_gpt2.py [flags]
     """
-
-    GROUPS = GROUPS
 
 
 def read_command_line(flags_type=Config, **implied):

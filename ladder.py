@@ -19,7 +19,7 @@ import tyro
 from common.cli import flag
 from common.device import choose_device_type
 from common.errors import UserError, run
-from config import GROUPS, SETTLING_STEPS, Config, read_command_line
+from config import SETTLING_STEPS, Config, read_command_line
 from measure import figures
 from measure.child_run import OUT_OF_MEMORY, SPEED, begin, count_devices, finish, speed
 from measure.turns import ROUNDS, STUDENT_T, measure
@@ -60,14 +60,12 @@ class Ladder:
 
 
 @dataclass
-class LadderConfig(Ladder, Config):
+class LadderConfig(Config, Ladder):
     """Measure what each optimization buys: a short run with all off, then one run for each optimization added, timed in
     turn with the run before.
 
     Takes every flag of train_gpt2.py.
     """
-
-    GROUPS = (Ladder, *GROUPS)
 
 
 def main():

@@ -59,8 +59,8 @@ def check_bounds(flags):
 def parse(flags_type, default=None):
     """Read the command line into a dataclass: each field is a flag, --no_NAME turns a boolean one off.
 
-    default: an instance; by default the dataclass's own defaults. A dataclass with a GROUPS attribute, a tuple of its
-    base dataclasses, gets one section of --help for each.
+    default: an instance; by default the dataclass's own defaults. Each base dataclass with a TITLE gets one section of
+    --help, the last base the first.
     Raises UserError for a flag that does not exist, a value that does not fit its flag, or one out of bounds.
     """
     if HELP & set(sys.argv):
@@ -150,7 +150,7 @@ def show_help(flags_type, default):
     """Print --help, and end the process."""
     import tyro
 
-    if groups := getattr(flags_type, "GROUPS", ()):
+    if groups := [base for base in reversed(flags_type.__mro__) if "TITLE" in vars(base)]:
         values = vars(default or flags_type())
         sections = [group(**{f.name: values[f.name] for f in dataclasses.fields(group)}) for group in groups]
         title = lambda group: tyro.conf.arg(name=group.TITLE)  # noqa: E731

@@ -14,7 +14,7 @@ import torch
 
 from common.cli import flag
 from common.errors import UserError, run
-from config import GROUPS, Config, command_line, read_command_line, set_sizes
+from config import Config, command_line, read_command_line, set_sizes
 from measure.child_run import run_config
 from measure.results import align
 from measure.step_time import step_time
@@ -51,13 +51,11 @@ class Plan:
 
 
 @dataclass
-class PlanConfig(Plan, Config):
+class PlanConfig(Config, Plan):
     """Print which --parallel, --tensor, ... fit, their memory and time, and the best command. Those given are kept.
 
     Takes every flag of train_gpt2.py.
     """
-
-    GROUPS = (Plan, *GROUPS)
 
 
 @dataclass

@@ -15,7 +15,7 @@ import tyro
 
 from common.cli import flag
 from common.errors import UserError, run
-from config import GROUPS, SETTLING_STEPS, Config, read_command_line
+from config import SETTLING_STEPS, Config, read_command_line
 from measure import figures
 from measure.axes import read_axis
 from measure.child_run import SPEED, begin, count_devices, finish, shown_command, speed
@@ -45,13 +45,11 @@ class Sweep:
 
 
 @dataclass
-class SweepConfig(Sweep, Config):
+class SweepConfig(Config, Sweep):
     """Measure every combination of flags' values.
 
     Takes every flag of train_gpt2.py.
     """
-
-    GROUPS = (Sweep, *GROUPS)
 
 
 def main():

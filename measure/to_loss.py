@@ -16,7 +16,7 @@ import mpmath
 
 from common.cli import flag, given, parse
 from common.errors import UserError, run
-from config import GROUPS, SETTLING_STEPS, Config, defaults
+from config import SETTLING_STEPS, Config, defaults
 from measure import figures
 from measure.axes import read_recipe
 from measure.child_run import begin, count_devices, finish, run_config, train_to_end
@@ -53,13 +53,11 @@ class ToLoss:
 
 
 @dataclass
-class ToLossConfig(ToLoss, Config):
+class ToLossConfig(Config, ToLoss):
     """Train --max_steps with each recipe, from several seeds; compare tokens and time to a validation loss.
 
     Takes every flag of train_gpt2.py.
     """
-
-    GROUPS = (ToLoss, *GROUPS)
 
 
 def main():
