@@ -8,7 +8,6 @@ from common.interrupt import StopSignal
 
 import math
 import statistics
-from dataclasses import dataclass
 
 import torch
 
@@ -28,23 +27,6 @@ FIRST_STEPS = 3  # for compilation; what else has to settle does so in the first
 STUDENT_T = {5: 2.776, 10: 2.262, 20: 2.093}
 ROUNDS = min(STUDENT_T)
 PRECISION = 0.006
-
-
-@dataclass
-class Gain:
-    """The speed of a run over that of another, from rounds in turn."""
-
-    ratio: float  # of tokens/sec, the geometric mean over the rounds
-    low: float  # the ends of its 95% interval
-    high: float
-
-    @property
-    def is_clear(self):
-        """Whether the interval does not hold 1."""
-        return not self.low <= 1 <= self.high
-
-    def facts(self):
-        return vars(self) | dict(is_clear=self.is_clear)
 
 
 class TimedRun(ChildRun):
@@ -73,10 +55,6 @@ class TimedRun(ChildRun):
         self.rates.append(tokens / self.seconds)
         return self.rates[-1]
 
-    @property
-    def on_gpu(self):
-        return self.facts["cuda"] is not None
-
     def result(self):
         """{ms, tokens_per_sec, mfu, peak_gb, facts}: medians over all turns so far."""
         rate = statistics.median(self.rates)
@@ -94,14 +72,14 @@ def measure(config, ranks, results, name, seconds, steps, before=None):
     TimedRun `before` if there is one. results: a Results; what the processes print is in NAME.txt in its folder.
 
     status of the result is "done", "skipped" (this machine cannot run it) or "failed" (a bug). Done, it has
-    TimedRun.result() and gain: Gain.facts() over `before`, None without; else a reason, and the run is None.
+    TimedRun.result() and gain: compare() with `before`, None without; else a reason, and the run is None.
     Raises UserError if `before` has ended.
     """
     result, run, gain = dict(name=name, command=shown_command(config, ranks)), None, None
     try:
         run = TimedRun(run_config(config, **dict.fromkeys(INTERVALS, 0)), ranks, results.folder / f"{name}.txt")
         if before:
-            gain = compare(before, run, seconds, steps).facts()
+            gain = compare(before, run, seconds, steps)
         else:
             run.train(max(steps, math.ceil(seconds / run.seconds)))
     except (UserError, RuntimeError) as error:
@@ -114,22 +92,25 @@ def measure(config, ranks, results, name, seconds, steps, before=None):
 
 
 def compare(first, second, seconds, steps):
-    """The Gain of a TimedRun over another, in turn. Each is timed for `seconds` and `steps` steps, or longer: on GPUs
-    up to four times as long while the gain is less certain than PRECISION. A CPU's steps vary too much for it."""
-    logs, shares = [], {run: turn(run, seconds, steps) for run in (first, second)}
+    """The gain of a TimedRun over another, in turn: dict(ratio=, low=, high=, is_clear=), the geometric mean over the
+    rounds of the ratios of tokens/sec, its 95% interval, and whether that does not hold 1.
+
+    Each is timed for `seconds` and `steps` steps, or longer: on GPUs up to four times as long while the gain is less
+    certain than PRECISION. A CPU's steps vary too much for it.
+    """
+    shares = {}  # the steps of a turn: ROUNDS turns have the seconds and the steps
+    for run in (first, second):
+        shares[run] = max(math.ceil(steps / ROUNDS), math.ceil(seconds / ROUNDS / run.seconds))
+    logs = []
     for rounds, student_t in STUDENT_T.items():
         for number in range(len(logs), rounds):  # A B, B A, A B, ...: a drift of the clock cancels
             rates = {run: run.train(shares[run]) for run in ((first, second), (second, first))[number % 2]}
             logs.append(math.log(rates[second] / rates[first]))
         mean, margin = statistics.mean(logs), student_t * statistics.stdev(logs) / math.sqrt(rounds)
-        if margin <= PRECISION or not second.on_gpu:
+        if margin <= PRECISION or second.facts["cuda"] is None:
             break
-    return Gain(*map(math.exp, (mean, mean - margin, mean + margin)))
-
-
-def turn(run, seconds, steps):
-    """Steps in a turn: ROUNDS turns have the seconds and the steps."""
-    return max(math.ceil(steps / ROUNDS), math.ceil(seconds / ROUNDS / run.seconds))
+    ratio, low, high = map(math.exp, (mean, mean - margin, mean + margin))
+    return dict(ratio=ratio, low=low, high=high, is_clear=not low <= 1 <= high)
 
 
 def take_turns(config, pipe):

@@ -2,14 +2,13 @@ import ladder
 from measure import figures
 from measure.child_run import speed
 from measure.to_loss import Curve
-from measure.turns import Gain
 
 FACTS = dict(n_layer=1, n_embd=8, hardware="a GPU", torch="2", world_size=2, dataset=None, data_dir="a/my_data")
 
 
-def rung(name, rate, *gain):
+def rung(name, rate, gain=None):
     speeds = dict(ms=1.0, tokens_per_sec=rate, mfu=None, peak_gb=1.0, times_first=rate / 1000)
-    return dict(rung=name, status="done", loss=9.0, facts=FACTS, gain=Gain(*gain).facts() if gain else None, **speeds)
+    return dict(rung=name, status="done", loss=9.0, facts=FACTS, gain=gain, **speeds)
 
 
 def draw(monkeypatch, function, *arguments):
@@ -22,7 +21,8 @@ def draw(monkeypatch, function, *arguments):
 
 
 def test_a_ladder_has_rates_and_ratios(tmp_path, monkeypatch):
-    results = [rung("baseline", 1000), rung("+ tf32", 2300, 2.3, 2.29, 2.31), rung("+ flash", 2305, 1.0, 0.99, 1.02)]
+    results = [rung("baseline", 1000), rung("+ tf32", 2300, dict(ratio=2.3, low=2.29, high=2.31, is_clear=True))]
+    results.append(rung("+ flash", 2305, dict(ratio=1.0, low=0.99, high=1.02, is_clear=False)))
     figure, (rates, memory) = draw(monkeypatch, figures.ladder, results, tmp_path / "ladder.png")
     texts = [" ".join(text.get_text().split()) for text in rates.texts]
     assert texts == ["1,000", "2,300 2.300 (2.290–2.310)", "2,305 1.000 (0.990–1.020): not significant"]
