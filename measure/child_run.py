@@ -182,7 +182,7 @@ def train_to_end(config, results, name, ranks):
     and is not run again; the others have a reason, see explain(). Raises UserError as Results.kept().
     """
     result = dict(name=name, command=shown_command(config, ranks))
-    if before := results.kept(name, result["command"]):
+    if before := results.kept(name, command=result["command"]):
         return before
     shutil.rmtree(results.folder / name, ignore_errors=True)  # of a measurement that was stopped
     own = run_config(config, log_dir=str(results.folder), run_name=name)

@@ -47,15 +47,15 @@ class Results:
         write_json(self.folder / f"{row['name']}.json", row)
         return row
 
-    def kept(self, name, command):
-        """The result that an earlier start has left in NAME.json, or None. Raises UserError if it is of another
-        command, hardware, version or commit."""
+    def kept(self, name, **expected):
+        """The result that an earlier start has left in NAME.json, or None. Raises UserError if it has other values than
+        `expected`, {name: value}, or is of other hardware, another version or commit."""
         path = self.folder / f"{name}.json"
         if not path.exists():
             return None
         row = read_json(path, command=str, facts=dict)
-        found = row["facts"] | dict(command=row["command"])
-        for fact, value in (self.environment | dict(command=command)).items():
+        found = row["facts"] | row
+        for fact, value in (self.environment | expected).items():
             if found.get(fact) != value:
                 raise UserError(
                     f"{self.folder} has runs whose {fact} is {found.get(fact)}, and now it is {value}: choose another "

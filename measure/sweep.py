@@ -13,11 +13,10 @@ from typing import Annotated
 
 import tyro
 
-from common.cli import flag
+from common.cli import check_bounds, complaints, flag, flags_with, given
 from common.errors import UserError, run
 from config import SETTLING_STEPS, Config, read_command_line
 from measure import figures
-from measure.axes import read_axis
 from measure.child_run import SPEED, begin, count_devices, finish, shown_command, speed
 from measure.figures import describe
 from measure.turns import measure
@@ -36,11 +35,11 @@ class Sweep:
     axes: Annotated[
         tyro.conf.Positional[tuple[str, ...]],
         tyro.conf.arg(metavar="FLAG=VALUE,VALUE [...]", help_behavior_hint="(required)"),
-    ] = ()
+    ] = flag((), sweep=False)
     """Flags of train_gpt2.py with their values, such as micro_batch_size=8,16 compile=on,off; also gpus=1,2."""
     gpus: int | None = flag(None, at_least=1)
     """GPUs of each cell; by default one, or all if an axis needs several."""
-    steps: int = flag(20, at_least=1)
+    steps: int = flag(20, at_least=1, sweep=False)
     """Steps measured in each cell, after a few warm-up steps; evaluations and checkpoints are off."""
 
 
@@ -84,10 +83,30 @@ def sweep(config, typed=()):
     finish(results)
 
 
+def read_axis(text):
+    """ "micro_batch_size=8,16" as ("micro_batch_size", [8, 16]). Raises UserError for a bad flag or bad values."""
+    name, _, values = text.partition("=")
+    fields = SweepConfig.__dataclass_fields__
+    if name in flags_with(SweepConfig, sweep=False):
+        raise UserError(f"{text}: {name} is the same in all runs, or has no effect")
+    if values and name not in fields:
+        raise UserError(f"{text}: {next(complaints([f'--{name}'], fields))}")
+    if not values:
+        raise UserError(f"{text}: it takes a flag of train_gpt2.py, or gpus, and values, as gpus=1,2")
+    try:
+        values = [given(SweepConfig, [f"--{name}={value}"])[name] for value in values.split(",")]
+        for value in values:
+            check_bounds(SweepConfig(**{name: value}))
+    except UserError as error:
+        raise UserError(f"{text}: {error}") from error
+    if len(set(values)) < len(values):
+        raise UserError(f"{text} names a value twice")
+    return name, values
+
+
 def measure_cell(config, results, name):
     """The result of a cell's SweepConfig, of turns.measure() or kept from an earlier start."""
-    before = results.kept(name, shown_command(config, config.gpus))
-    if before and before.get("steps") == config.steps:
+    if before := results.kept(name, command=shown_command(config, config.gpus), steps=config.steps):
         return before
     timed, row = measure(config, config.gpus, results, name, 0, config.steps)
     if not timed:

@@ -14,11 +14,10 @@ from typing import NamedTuple
 
 import mpmath
 
-from common.cli import flag, given, parse
+from common.cli import flag, flags_with, given, parse
 from common.errors import UserError, run
 from config import SETTLING_STEPS, Config, defaults
 from measure import figures
-from measure.axes import read_recipe
 from measure.child_run import begin, count_devices, finish, run_config, train_to_end
 from optim.optimizer import OPTIMIZERS, optimizer_defaults
 from watch.curves import read_rows
@@ -115,6 +114,19 @@ def choose_recipes(config):
         # not recipe_defaults: model=tiny has defaults for steps and evaluations, which are the ladder's
         return {"flags as given": {}} | {text: optimizer_defaults(flags) | flags for text, flags in recipes.items()}
     return RECIPES
+
+
+def read_recipe(text):
+    """ "optimizer=muon lr=1e-3" as {"optimizer": "muon", "lr": 0.001}. Raises UserError for a bad flag or value."""
+    try:
+        recipe = given(Config, [f"--{part}" for part in text.split()])
+    except UserError as error:
+        raise UserError(f"--recipes {text!r}: {error}") from error
+    if not recipe or len(recipe) < len(text.split()):
+        raise UserError(f'--recipes {text!r}: it takes flags of train_gpt2.py, each once, as "lr=1e-3 fp8=on"')
+    if fixed := sorted(recipe.keys() & (flags_with(Config, sweep=False) | flags_with(Config, sweep="axis"))):
+        raise UserError(f"--recipes {text!r}: {fixed[0]} is the same in all runs, or has no effect")
+    return recipe
 
 
 def recipe_run(config, changes):

@@ -60,7 +60,7 @@ def test_a_run_that_a_signal_stops(corpus, tmp_path):
     result = train_to_end(config, folder, "00", 1)
     stopper.join()
     assert result["status"] == "skipped" and result["reason"] == "a signal ended it"
-    assert folder.kept("00", result["command"]) is None
+    assert folder.kept("00", command=result["command"]) is None
 
 
 def test_two_measurements_of_one_name_leave_each_other_alone(tmp_path):
@@ -79,10 +79,10 @@ def test_a_result_of_another_command_machine_version_or_commit_is_not_taken(tmp_
     folder, command = results(tmp_path), "python train_gpt2.py --lr 1"
     row = folder.keep(dict(name="00", command=command, status="done", facts=dict(folder.environment, command="other")))
     assert "; after a stop the same command with --run_name x goes on\n" in capsys.readouterr().out
-    assert folder.kept("00", command) == row and folder.kept("01", command) is None
+    assert folder.kept("00", command=command) == row and folder.kept("01", command=command) is None
     with pytest.raises(UserError, match="has runs whose command is .*, and now it is another: choose"):
-        folder.kept("00", "another")
+        folder.kept("00", command="another")
     for name in ("hardware", "torch", "git_commit"):
         folder.environment = row["facts"] | {name: "another", "command": ""}
         with pytest.raises(UserError, match=f"has runs whose {name} is .*, and now it is another: choose"):
-            folder.kept("00", command)
+            folder.kept("00", command=command)

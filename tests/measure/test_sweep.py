@@ -4,7 +4,7 @@ import pytest
 
 from common.errors import UserError
 from measure import sweep
-from measure.axes import read_axis
+from measure.sweep import read_axis
 
 
 def test_a_sweep_finds_the_best_on_each_number_of_ranks(train):
@@ -53,6 +53,8 @@ def test_axes():
         "lr=1,1",
         "parallel=ddp,zero4",
         "gpus=0,1",
+        "steps=1,2",
+        "no_flash=1",
         "seeds=1,2",
     ):
         with pytest.raises(UserError, match=text):
