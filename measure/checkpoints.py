@@ -27,7 +27,7 @@ from checkpoints import load, pieces, save
 from common.cli import parse, progress
 from common.errors import out_of_memory, run
 from config import SIZES, Config, gpt_config, set_sizes
-from measure.results import Results
+from measure.results import Results, ResultsFlags
 from model import GPT
 from optim.optimizer import make_optimizer, named_state
 from optimizations import turn_off_unavailable
@@ -43,19 +43,13 @@ NOTE = (
 
 
 @dataclass
-class Flags:
-    """Time saving, loading and resharding of checkpoints."""
+class Flags(ResultsFlags):
+    """Time saving, loading and resharding of checkpoints, on the disk of --log_dir, which all machines share."""
 
     models: tuple[Literal[tuple(SIZES)], ...] = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
     """Sizes."""
     modes: tuple[Literal["ddp", "zero3"], ...] = ("ddp", "zero3")
     """What saves and what reads, in all combinations; on one rank ddp alone."""
-    device: Literal["auto", "cuda", "cpu", "mps"] = "auto"
-    """auto: a GPU if there is one."""
-    log_dir: str = "log"
-    """Folder in which the results' folder is made: the disk to measure, which all machines share."""
-    run_name: str | None = None
-    """Name of the results' folder; by default the command's, with date and time."""
 
 
 def main():

@@ -21,7 +21,7 @@ from tqdm import tqdm
 from common.cli import flag, parse, progress
 from common.errors import UserError, out_of_memory, run
 from measure.results import Results
-from measure.timing import LONGEST, WARM_UP, TimingFlags, time_of
+from measure.timing import LONGEST, WARM_UP, TimingFlags, mean_ms
 from parallel import process_group
 from watch.hardware import environment
 
@@ -91,15 +91,13 @@ def time_collective(name, size, repeats, distributed):
         "all-to-all": partial(dist.all_to_all_single, received, whole),
     }[name]
 
-    def mean_ms(count):
-        # the ranks begin together: after a collective that is not timed
-        ms, _ = time_of(device, lambda: [collective() for _ in range(count)], first=collective)
-        return distributed.all_reduce(ms)[0] / n / count
+    def mean_of_ranks(count):  # which begin together: after a collective that is not timed
+        return distributed.all_reduce(mean_ms(device, collective, count))[0] / n
 
-    mean_ms(WARM_UP)
+    mean_of_ranks(WARM_UP)
     # all ranks compute the same count, from the same mean
-    count = max(1, min(repeats, int(1e3 * LONGEST / mean_ms(1))))
-    return ELEMENT * len(whole), mean_ms(count)
+    count = max(1, min(repeats, int(1e3 * LONGEST / mean_of_ranks(1))))
+    return ELEMENT * len(whole), mean_of_ranks(count)
 
 
 def facts_of_links(distributed):

@@ -26,7 +26,7 @@ from common.cli import flag, parse, progress
 from common.errors import UserError, run
 from measure.kernels import memory_bandwidth
 from measure.results import Results
-from measure.timing import TimingFlags, dtype_of_activations, time_of
+from measure.timing import TimingFlags, dtype_of_activations, mean_ms
 from parallel import process_group
 from watch.hardware import answer, ask_nvidia_smi, environment, peak_flops
 
@@ -102,12 +102,6 @@ def check(distributed, flags):
     rates["peaks"] = dict(gemm=peak_flops(device) / 1e12, copy=memory_bandwidth(device) or 0)
     rates["bits"] = product.view(torch.int16).sum().item()
     return rates | dict(partners=partners, driver=read_driver(answer(asked)))
-
-
-def mean_ms(device, function, count):
-    """Milliseconds of a function, over `count` calls in a row."""
-    ms, _ = time_of(device, lambda: [function() for _ in range(count)], first=function)
-    return ms / count
 
 
 def rate_of(device, function, amount, seconds):

@@ -3,12 +3,26 @@
 import shlex
 import signal
 import sys
+from dataclasses import dataclass
+from typing import Literal
 
 from checkpoints.run_folder import folder_of, lock, make_folder
 from common.cli import print_over_bar
 from common.errors import UserError
 from common.files import read_json, write_json
 from watch.hardware import environment
+
+
+@dataclass
+class ResultsFlags:
+    """Where a command measures, and the folder of its results."""
+
+    device: Literal["auto", "cuda", "cpu", "mps"] = "auto"
+    """auto: a GPU if there is one."""
+    log_dir: str = "log"
+    """Folder in which the results' folder is made."""
+    run_name: str | None = None
+    """Name of the results' folder; by default the command's, with date and time."""
 
 
 class Results:

@@ -4,14 +4,13 @@ import statistics
 import time
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
 
 import torch
 
 from common.cli import flag, parse, progress
 from common.errors import UserError, first_line, is_out_of_memory
 from measure.child_run import OUT_OF_MEMORY
-from measure.results import Results
+from measure.results import Results, ResultsFlags
 from parallel.process_group import start_alone
 
 WARM_UP = 3  # runs that are not measured
@@ -23,17 +22,11 @@ FLUSH_BYTES = 256 * 2**20
 
 
 @dataclass
-class TimingFlags:
+class TimingFlags(ResultsFlags):
     """What all commands that time kernels have."""
 
     repeats: int = flag(20, at_least=1)
     """Runs of one measurement, fewer if they take more than 2 s."""
-    device: Literal["auto", "cuda", "cpu", "mps"] = "auto"
-    """auto: a GPU if there is one."""
-    log_dir: str = "log"
-    """Folder in which the results' folder is made."""
-    run_name: str | None = None
-    """Name of the results' folder; by default the command's, with date and time."""
 
 
 @dataclass
@@ -80,6 +73,12 @@ def time_of(device, function, first=lambda: None):
     end.record()
     end.synchronize()
     return start.elapsed_time(end), result
+
+
+def mean_ms(device, function, count):
+    """Milliseconds of a function, over `count` calls in a row, which begin after one that is not timed."""
+    ms, _ = time_of(device, lambda: [function() for _ in range(count)], first=function)
+    return ms / count
 
 
 def forward_and_backward(device, function, leaves, repeats):
