@@ -4,6 +4,7 @@ Nothing in a checkpoint can execute when it is loaded.
 """
 
 import contextlib
+import fnmatch
 import os
 from pathlib import Path
 
@@ -44,26 +45,27 @@ def newest(folder, distributed):
 
 
 def first_intact(folders):
-    """The first undamaged one of checkpoints, or None. Prints each damaged one before it."""
+    """The first undamaged one of checkpoints, or None. Prints each damaged one before it. Raises UserError for one that
+    may not be read: its permissions can change, so an older one must not take its place."""
     for path in folders:
         try:
             verify(path)
             return path
         except UserError as error:
+            if isinstance(error.__cause__, PermissionError):
+                raise
             print(f"{error}: not used")
 
 
 def read_training(folder, **fields):
     """The content of a checkpoint's training.json without the hash of that content. Raises UserError if it is missing,
-    damaged, or without one of the fields, {name: type}; PermissionError."""
+    damaged, or without one of the fields, {name: type}."""
     try:
         training = read_json(Path(folder) / TRAINING, sha256=dict, **fields)
         if training["sha256"].pop(TRAINING, None) != json_digest(training):
             raise ValueError("it is not what was written")
         if foreign := [name for name in training["sha256"] if Path(name).name != name]:
             raise ValueError(f"it lists {foreign[0]}, which is not a file's name")
-    except PermissionError:
-        raise  # not damaged
     except OSError as error:
         raise UserError(f"{folder} is not a checkpoint to resume from: {TRAINING}: {error.strerror}") from error
     except ValueError as error:
@@ -77,15 +79,13 @@ def verify(folder):
 
 
 def compare(folder, hashes):
-    """Raises UserError if one of a folder's files, {name: SHA-256}, is missing or has another hash; PermissionError."""
+    """Raises UserError if one of a folder's files, {name: SHA-256}, is missing or has another hash."""
     for name, expected in progress(hashes.items(), "verifying"):
         path = Path(folder) / name
         try:
             found = digest(path)
-        except PermissionError:
-            raise  # not damaged
         except OSError as error:
-            raise UserError(f"{folder} is damaged: {name}: {error.strerror}") from error
+            raise UserError(f"cannot read {path}: {error.strerror}") from error
         if found != expected:
             raise UserError(f"{folder} is damaged: {name} is not what was written")
 
@@ -132,7 +132,7 @@ def pieces_of(name):
     """The files of a sharded checkpoint, of another one none. Where there is a training.json, only what it lists."""
     listed = (Path(name) / TRAINING).is_file()
     files = read_training(name)["sha256"] if listed else [path.name for path in Path(name).glob("*.safetensors")]
-    return [] if WEIGHTS in files else sorted(filter(pieces.is_piece, files))
+    return [] if WEIGHTS in files else sorted(fnmatch.filter(files, "shard-*.safetensors"))
 
 
 def load_weights(name, model):

@@ -32,11 +32,6 @@ def has_dtensors(model):
     return isinstance(next(model.parameters()), DTensor)
 
 
-def is_piece(name):
-    """Whether a file name is that of a rank's shards."""
-    return name.startswith("shard-") and name.endswith(".safetensors")
-
-
 def write(folder, tensors, group):
     """Write each rank's tensors to files in the folder; returns {file name: SHA-256} of all ranks' files.
 

@@ -171,7 +171,7 @@ def test_training_json_has_a_hash(checkpoint):
 def test_a_file_that_may_not_be_read_is_not_damaged(checkpoint, monkeypatch):
     """An older checkpoint must not take its place, which a change of its permissions mends."""
     monkeypatch.setattr(load, "digest", lambda path: (_ for _ in ()).throw(PermissionError(13, "denied", str(path))))
-    with pytest.raises(PermissionError):
+    with pytest.raises(UserError, match="cannot read .*: denied"):
         load.first_intact([checkpoint])
 
 
