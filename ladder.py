@@ -79,7 +79,8 @@ def climb(config, typed=()):
     rung failed.
     """
     rungs = choose_rungs(config.rungs, count_devices(config), config)
-    config = turn_on_named(config)
+    named = {name for names, _ in rungs for name in names}  # also those that are off by default
+    config = replace(config, **{RUNGS[name].flag: True for name in named if not RUNGS[name].default})
     if config.demo:
         print("the demo's small model: GPT-2 needs a GPU, and data")
     results = begin(config, "ladder", COLUMNS, typed, goes_on=False)
@@ -143,12 +144,6 @@ def choose_rungs(text, devices, config):
         counts = {2**i for i in range(1, devices.bit_length())} | {devices}
         rungs[-1:] = [(["ddp"], count) for count in sorted(counts)]
     return rungs
-
-
-def turn_on_named(config):
-    """config with the switches on that --rungs names and that are off by default."""
-    named = config.rungs.replace(" ", "").replace("+", ",").split(",")
-    return replace(config, **{row.flag: True for name, row in RUNGS.items() if name in named and not row.default})
 
 
 def measure_baseline(config, device, results):

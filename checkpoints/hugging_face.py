@@ -123,10 +123,10 @@ def fill_weights(model, weights, fill=torch.Tensor.copy_):
         weight = weights.get(name.removeprefix("transformer."))
         if weight is None:
             raise ValueError(f"the weights lack {name}")
-        weight = stored_layout(name, weight)
+        weight, padding = stored_layout(name, weight), 0
         if name.endswith("wte.weight"):
             weight = weight[: model.config.vocab_size]
-        padding = model.config.table_rows - model.config.vocab_size if name.endswith("wte.weight") else 0
+            padding = model.config.table_rows - model.config.vocab_size
         shape = (len(parameter) - padding, *parameter.shape[1:])
         if weight.shape != shape:
             raise ValueError(f"{name} is {tuple(weight.shape)} in the weights, {shape} in the model")

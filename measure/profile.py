@@ -106,7 +106,7 @@ def report(profile, steps, distributed, folder):
     distributed.all_reduce(0)  # all ranks have written theirs
     if not distributed.is_main:
         return
-    traces = [read_trace(path) for path in paths]
+    traces = [json.loads(gzip.decompress(path.read_bytes())) for path in paths]
     device = distributed.device.type
     total, seconds = gpu_seconds(traces[0]["traceEvents"]) if device == "cuda" else cpu_seconds(profile)
     trace = folder / "trace.json.gz"
@@ -121,12 +121,6 @@ def report(profile, steps, distributed, folder):
     for name, row in kinds.items():
         print(f"{name:16s} {row['ms']:10.2f} {row['share']:7.1%}")
     print(f"trace: {trace} (open it in https://ui.perfetto.dev)")
-
-
-def read_trace(path):
-    """A Chrome trace, of which traceEvents are the events."""
-    with gzip.open(path, "rt") as file:
-        return json.load(file)
 
 
 def merge(traces):

@@ -313,6 +313,3 @@ def test_naming_a_rung_that_is_off_by_default_turns_it_on(canned):
     seen = []
     rows = canned(lambda config: seen.append(config.mask_documents) or done(config, 1.0), rungs="flash,mask_documents")
     assert [row["status"] for row in rows] == ["done"] * 4 and seen == [False, False, True, False]
-    on = ladder.turn_on_named(ladder.LadderConfig(rungs="tf32, bf16+fp8"))
-    assert on.fp8 and not on.fp8_head and not on.mask_documents
-    assert not ladder.turn_on_named(ladder.LadderConfig()).fp8
