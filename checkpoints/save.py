@@ -56,8 +56,7 @@ def modules_with_scales(model):
 def write(folder, model, tensors, training, group=None):
     """Write a snapshot and `training`, a JSON-serializable dictionary, to a new folder, which appears atomically.
 
-    For a sharded model every rank calls this, with a gloo group of all ranks; `training` is rank 0's. Returns
-    the folder, None on other ranks. Raises OSError.
+    For a sharded model every rank calls this, with a gloo group of all ranks; `training` is rank 0's. Raises OSError.
     """
     folder = Path(folder)
     unfinished = folder.with_name(folder.name + ".unfinished")
@@ -86,4 +85,3 @@ def write(folder, model, tensors, training, group=None):
         flush_to_disk(path)
     unfinished.rename(folder)
     flush_to_disk(folder.parent)
-    return folder

@@ -47,7 +47,8 @@ def make(layout="ddp"):
 def original(tmp_path_factory):
     model, optimizer = make()
     folder = tmp_path_factory.mktemp("original") / "checkpoint_000002"
-    return save.write(folder, model, save.snapshot(model, optimizer, ALONE), TRAINING)
+    save.write(folder, model, save.snapshot(model, optimizer, ALONE), TRAINING)
+    return folder
 
 
 @pytest.fixture
@@ -59,7 +60,8 @@ def checkpoint(original, tmp_path):
 def sharded(group, tmp_path):
     model, optimizer = make("zero3")
     tensors = save.snapshot(model, optimizer, ALONE)
-    return save.write(tmp_path / "checkpoint_000002", model, tensors, TRAINING, torch.distributed.group.WORLD)
+    save.write(tmp_path / "checkpoint_000002", model, tensors, TRAINING, torch.distributed.group.WORLD)
+    return tmp_path / "checkpoint_000002"
 
 
 def restore(folder, layout="ddp", scaled=None):

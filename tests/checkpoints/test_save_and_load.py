@@ -36,7 +36,8 @@ def tiny(n_embd=16):
 def write(folder, model, **training):
     """A checkpoint without the optimizer's state."""
     training = dict(step=0, tokens=0, scaler={}, run={}, shards={}) | training
-    return save.write(folder, model, (hugging_face.host_weights(model), dict(nothing=torch.zeros(1))), training)
+    save.write(folder, model, (hugging_face.host_weights(model), dict(nothing=torch.zeros(1))), training)
+    return folder
 
 
 def test_what_is_saved_comes_back(tmp_path):
@@ -323,7 +324,8 @@ def test_the_state_of_any_optimizer_is_restored(tmp_path, make):
     state = {name: tensor.clone() for name, tensor in named_state(model, optimizer).items()}
     assert any(name.endswith(".transformer.h.0.mlp.c_fc.weight") for name in state)
     training = dict(step=1, tokens=64, scaler={}, run={}, shards={}, manifest=None)
-    folder = save.write(tmp_path / "checkpoint_000001", model, save.snapshot(model, optimizer, ALONE), training)
+    folder = tmp_path / "checkpoint_000001"
+    save.write(folder, model, save.snapshot(model, optimizer, ALONE), training)
     other = make(model.parameters())
     allocate_state(other)
     start = resume.Start(folder, load.read_training(folder) | dict(rollbacks=[]), folder, None)
