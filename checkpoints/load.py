@@ -33,15 +33,14 @@ def newest(folder, distributed):
 
     def look():
         found = checkpoints_of(folder)
-        if path := first_intact(found):
-            return path.name
-        if found:
+        path = first_intact(found)
+        if found and not path:
             raise UserError(
                 f"every checkpoint in {folder} is damaged: choose another --run_name (--init_from loads weights only)"
             )
+        return path
 
-    name = distributed.broadcast(distributed.on_main(look))
-    return name and Path(folder) / name
+    return distributed.broadcast(distributed.on_main(look))
 
 
 def first_intact(folders):
