@@ -348,9 +348,8 @@ def set_sizes(config, start, typed=()):
     for name, size in zip(sizes, SIZES[config.model]):
         setattr(config, name, getattr(config, name) or size)
     if config.n_embd % config.n_head:
-        heads = min(
-            (h for h in range(1, config.n_embd + 1) if config.n_embd % h == 0), key=lambda h: abs(h - config.n_head)
-        )
+        divisors = [n for n in range(1, config.n_embd + 1) if config.n_embd % n == 0]
+        heads = min(divisors, key=lambda n: abs(n - config.n_head))
         raise UserError(f"--n_embd {config.n_embd} cannot be divided into {config.n_head} heads: try --n_head {heads}")
     for name in (*sizes, "seq_len") if resumed else ():
         if getattr(config, name) != getattr(pretrained, name):

@@ -158,9 +158,8 @@ class Tasks:
         scores = {}
         for names, choice, needs_logits in self.groups:
             values = (choice.greedy if needs_logits else choice.right)(losses_of, distributed, stop)
-            for name, *own in zip(
-                names, *(each.double().split([len(self.items[n]) for n in names]) for each in values)
-            ):
+            counts = [len(self.items[name]) for name in names]
+            for name, *own in zip(names, *(each.double().split(counts) for each in values)):
                 metrics = dict(zip(TASKS[name].metrics, (each.mean().item() for each in own)))
                 if needs_logits:
                     metrics["perplexity"] = own[1].mean().exp().item()

@@ -68,9 +68,8 @@ def main():
                 row |= writing | measure_loading(model, read, folder, distributed)
                 if results:
                     seconds = (f"{row[phase]:.2f}" for phase in ("snapshot", "write", "verify", "load"))
-                    results.add(
-                        row, [f"{model}, {saved} -> {read}", f"{row['gb']:.2f}", str(row["files"]), *seconds], NOTE
-                    )
+                    cells = [f"{model}, {saved} -> {read}", f"{row['gb']:.2f}", str(row["files"]), *seconds]
+                    results.add(row, cells, NOTE)
             distributed.on_main(partial(shutil.rmtree, folder))
     if results:
         print(results)

@@ -103,20 +103,15 @@ def forward_and_backward(device, function, leaves, repeats):
             leaf.grad = None
         ms, y = time_of(device, function, flush)
         forward.append(ms)
-        if not y.requires_grad:
-            backward.append(0.0)
-            del y
-            continue
-        gradient = torch.ones_like(y) if y.dim() == 0 else torch.randn_like(y)
-        ms, _ = time_of(device, partial(y.backward, gradient), flush)
-        backward.append(ms)
-        del y, gradient
-    times = dict(
-        forward_ms=statistics.median(forward[WARM_UP:]), backward_ms=statistics.median(backward[WARM_UP:]), peak_gb=None
-    )
-    if gpu:
-        times["peak_gb"] = (torch.cuda.max_memory_allocated(device) - before) / 2**30
-    return times
+        if y.requires_grad:
+            gradient = torch.ones_like(y) if y.dim() == 0 else torch.randn_like(y)
+            ms, _ = time_of(device, partial(y.backward, gradient), flush)
+            backward.append(ms)
+            del gradient
+        del y
+    peak_gb = (torch.cuda.max_memory_allocated(device) - before) / 2**30 if gpu else None
+    backward_ms = statistics.median(backward[WARM_UP:]) if backward else 0.0
+    return dict(forward_ms=statistics.median(forward[WARM_UP:]), backward_ms=backward_ms, peak_gb=peak_gb)
 
 
 def time_all(kind, flags, device, cases, measure, unit, limit, note, passes=("forward", "backward")):
