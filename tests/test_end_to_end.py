@@ -21,7 +21,7 @@ from common import errors, interrupt
 from data.shards import open_shards
 from hellaswag import MultipleChoice, load_items
 
-EVALUATE = "--val_every 2 --hellaswag_every 2 --sample_every 2 --checkpoint_every 2 --val_tokens 256".split()
+EVALUATE = "--val_every 2 --hellaswag_every 2 --sample_every 2 --checkpoint_every 2 --val_tokens 128".split()
 
 
 @pytest.fixture
@@ -37,7 +37,7 @@ def final_weights(run):
 
 def test_batch_and_ranks_only_divide_the_work(train):
     """Micro-batches of 8, 4 or 1, one rank or two: the same losses, gradient norms and weights but for rounding."""
-    flags = ["--checkpoint_every", 3, "--val_every", 3]
+    flags = ["--checkpoint_every", 3, "--val_every", 3, "--val_tokens", 64]
     whole = train("whole", "--micro_batch_size", 8, *flags)
     for name, size, ranks in [("four", 4, 1), ("one", 1, 1), ("ranks", 2, 2)]:
         run = train(name, "--micro_batch_size", size, *flags, ranks=ranks)
@@ -61,7 +61,8 @@ def test_everything_runs_in_a_compiled_run(train, script, hellaswag_file):
     flags = ["--compile", *EVALUATE, "--max_steps", 4]
     (hellaswag_file.parent / "lambada.jsonl").write_text(json.dumps(dict(text=" ".join(WORDS))))
     flags += ["--tasks", f"hellaswag={hellaswag_file},lambada={hellaswag_file.parent}/lambada.jsonl"]
-    flags += ["--n_layer", 1, "--mask_documents", "--seq_len", 64]  # validation and HellaSwag then differ in shape
+    flags += ["--n_layer", 1, "--mask_documents", "--total_batch_size", 256]
+    flags += ["--seq_len", 64]  # validation and HellaSwag then differ in shape
     run = train("compiled", *flags, script=script(AOT_EAGER + LOG_RECOMPILES))
     plain = train("plain", *flags, "--no_compile", "--autocast", "off")
     assert logged(run) == pytest.approx(logged(plain), rel=0.005)
@@ -105,13 +106,13 @@ def test_the_seed_fixes_weights_and_order(train):
 
 def test_validation_is_the_mean_over_its_tokens(train, corpus):
     """Also where the tokens do not fill the last micro-batch; --val_tokens limits them."""
-    run = train("run", "--val_every", 3, "--val_tokens", 287, "--checkpoint_every", 3, "--micro_batch_size", 8)
+    run = train("run", "--val_every", 3, "--val_tokens", 143, "--checkpoint_every", 3, "--micro_batch_size", 8)
     every = train("every", "--val_every", 3, "--checkpoint_every", 3, "--micro_batch_size", 8)
     model = load.load_model(run / "checkpoint_000003")
     tokens = torch.from_numpy(open_shards(corpus, "val")[0][:].astype("int64"))
-    for sequences, shown in [(8, run), (12, every)]:  # 256 tokens, and 384 of the 400
-        x = tokens[: sequences * 32].view(-1, 32)
-        y = tokens[1 : sequences * 32 + 1].view(-1, 32)
+    for sequences, shown in [(8, run), (24, every)]:  # 128 tokens, and 384 of the 400
+        x = tokens[: sequences * 16].view(-1, 16)
+        y = tokens[1 : sequences * 16 + 1].view(-1, 16)
         with torch.no_grad():
             expected = sum(model(x[i : i + 1], y[i : i + 1]).item() for i in range(sequences)) / sequences
         assert logged(shown, "val")[-1] == pytest.approx(expected, abs=1e-4)
@@ -120,7 +121,8 @@ def test_validation_is_the_mean_over_its_tokens(train, corpus):
 
 def test_validation_computes_as_training_does(train, corpus):
     """Under the run's autocast, to the last bit of a bf16 product."""
-    run = train("bf16", "--autocast", "bf16", "--val_every", 3, "--val_tokens", 128, "--checkpoint_every", 3)
+    flags = ("--val_every", 3, "--val_tokens", 128, "--seq_len", 32, "--total_batch_size", 256)
+    run = train("bf16", "--autocast", "bf16", "--checkpoint_every", 3, *flags)
     model = load.load_model(run / "checkpoint_000003")
     tokens = torch.from_numpy(open_shards(corpus, "val")[0][:129].astype("int64"))
     x, y = tokens[:-1].view(4, 32), tokens[1:].view(4, 32)
@@ -172,10 +174,10 @@ def test_gradients_cross_once_a_step(train, script):
 
 def test_recipe_flags_reach_the_step(train):
     run = train("recipe", "--warmup_steps", 2, "--max_steps", 4, "--micro_batch_size", 2)
-    assert re.search("training +4 steps, 1,024 tokens", (run / "output.txt").read_text())
+    assert re.search("training +4 steps, 512 tokens", (run / "output.txt").read_text())
     rows = [row for row in metrics(run) if "lr" in row]
     assert [row["lr"] for row in rows] == pytest.approx([5e-4, 1e-3, 1e-3, 5.5e-4])
-    assert [row["tokens"] for row in rows] == [256, 512, 768, 1024]
+    assert [row["tokens"] for row in rows] == [128, 256, 384, 512]
     clipped = train("clipped", "--grad_clip", 1e-9, "--weight_decay", 0, "--checkpoint_every", 3)
     unclipped = train("unclipped", "--grad_clip", 0, "--weight_decay", 0, "--checkpoint_every", 3)
     norms = [[row["grad_norm"] for row in metrics(r) if "lr" in row][0] for r in (clipped, unclipped)]
@@ -190,9 +192,9 @@ def test_a_checkpoint_goes_everywhere(train, command):
     assert logged(again, "val")[0] == logged(run, "val")[-1]
     assert GPT2LMHeadModel.from_pretrained(folder).num_parameters() > 1e6
     training = json.loads((folder / "training.json").read_text())
-    assert training["step"] == 3 and training["tokens"] == 3 * 256
+    assert training["step"] == 3 and training["tokens"] == 3 * 128
     refused = train("long", "--init_from", folder, "--seq_len", 64, drop="--n_layer --n_head --n_embd", fails=True)
-    expect_error(refused, "--seq_len 32")
+    expect_error(refused, "--seq_len 16")
 
 
 def test_the_plan_says_what_runs(train):
@@ -201,27 +203,27 @@ def test_the_plan_says_what_runs(train):
     for line in (
         r"device +1 × .*PyTorch",
         r"model +2 layers, 2 heads, 32 wide; 1,6\d\d,\d{3} parameters",
-        r"batch +256 tokens = 4 sequences × 32 tokens × 2 accumulated × 1 rank",
-        r"training +3 steps, 768 tokens, 0.18 epochs",
-        r"on +flash, pad_vocab, fused_adamw \(off: tf32, autocast off, compile, bf16_residual, .*, attention sdpa\)",
+        r"batch +128 tokens = 4 sequences × 16 tokens × 2 accumulated × 1 rank",
+        r"training +3 steps, 384 tokens, 0.09 epochs",
+        r"on +flash, pad_vocab, fused_adamw \(off: tf32, autocast off, compile, cuda_graphs, .*, attention sdpa\)",
         r"data +.*corpus: 3 train shards, 4,200 tokens; 1 val, 384 of 400 tokens",
         r"step +2/3 \| loss 1\d\.\d{6} \| lr .* \| norm .* ms \| [\d,]+ tok/s \| 00:0\d left",
-        r"validation loss 10\.\d{4} -> 10\.\d{4} in 3 steps; 768 tokens in all",
+        r"validation loss 10\.\d{4} -> 10\.\d{4} in 3 steps; 384 tokens in all",
     ):
         assert re.search(line, text), line
-    more = ("--resume", run / "checkpoint_000003", "--max_steps", 5, "--total_batch_size", 512)
-    assert re.search(r"training +5 steps, 1,792 tokens, 0.43 epochs", (train("more", *more) / "output.txt").read_text())
+    more = ("--resume", run / "checkpoint_000003", "--max_steps", 5, "--total_batch_size", 256)
+    assert re.search(r"training +5 steps, 896 tokens, 0.21 epochs", (train("more", *more) / "output.txt").read_text())
 
 
 def test_bad_runs_end_in_one_line(train, tmp_path):
-    write_corpus(tmp_path, sizes=(32, 300))
-    expect_error(train("x", "--data_dir", tmp_path, fails=True), "32 validation tokens", "33")
+    write_corpus(tmp_path, sizes=(16, 300))
+    expect_error(train("x", "--data_dir", tmp_path, fails=True), "16 validation tokens", "17")
     train("taken")
     expect_error(train("taken", fails=True), "taken", "--run_name")
     refused = train("taken", fails=True, ranks=2)  # an error of rank 0 alone ends the others without a word
     expect_error(refused, "already holds a run")
     assert len(refused.stderr.splitlines()) == 1
-    expect_error(train("x", "--micro_batch_size", 3, fails=True), "--micro_batch_size 2", "--total_batch_size 192")
+    expect_error(train("x", "--micro_batch_size", 3, fails=True), "--micro_batch_size 2", "--total_batch_size 96")
     for name in ("fp8", "tf32", "bf16-residual"):  # by default they are noted as off
         expect_error(train("x", f"--{name}", fails=True), f"--{name.replace('-', '_')} does nothing here")
     expect_error(train("x", "--hellaswag_every", 1, "--tasks", "hellaswag=no.jsonl", fails=True), "no.jsonl")
@@ -303,7 +305,7 @@ def test_the_readmes_lines_run_in_their_order(call_main, tmp_path):
         script, *words = shlex.split(re.sub(r"--max_steps \d+", "", line))[1:]
         if script == "train_gpt2.py":
             words += ["--max_steps", 3 if "--resume" in words else 2, "--hellaswag_every", 0, "--sample_every", 0]
-            words += ["--wandb", "disabled", "--device", "cpu", "--no_compile"]
+            words += ["--val_tokens", 1024, "--wandb", "disabled", "--device", "cpu", "--no_compile"]
         done = call_main(script, *words)
         assert done.returncode == 0, (line, done.stderr)
         if "--init_from" in words:  # the weights' positions, and a tenth of the data or less

@@ -80,7 +80,7 @@ def test_a_signal_during_an_evaluation(train, tmp_path, monkeypatch, ranks, flag
     """The result is not logged, the run is saved, and the resumed run evaluates that step again."""
     (tmp_path / "items.jsonl").write_text("".join(json.dumps(item) + "\n" for item in make_items(9)))
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    flags = [*flags, *"--max_steps 4 --val_every 2 --hellaswag_every 2 --sample_every 2".split()]
+    flags = [*flags, *"--max_steps 4 --val_every 2 --val_tokens 64 --hellaswag_every 2 --sample_every 2".split()]
     flags += ["--checkpoint_every", 100, "--tasks", "hellaswag=items.jsonl", "--micro_batch_size", 1]
 
     def evaluated(run):

@@ -19,7 +19,7 @@ from fork_server import TIMEOUT
 from checkpoints import load
 from common import errors
 
-EVERY_3 = ("--checkpoint_every", 3, "--val_every", 4)
+EVERY_3 = ("--checkpoint_every", 3, "--val_every", 4, "--val_tokens", 64)
 
 
 def same(one, other, step):
@@ -74,7 +74,7 @@ MUON = ("--optimizer", "muon")  # its checkpoints hold the states of both optimi
 
 def test_killed_at_random_moments(train, corpus, tmp_path):
     """Every other time inside of a checkpoint: every run ends as if nothing had happened."""
-    own = (*EVERY_3, *MUON, "--total_batch_size", 128)
+    own = (*EVERY_3, *MUON, "--total_batch_size", 64)
     command = [*longer(20), "--data_dir", str(corpus), *map(str, own)]
     moments = random.Random(7)
     runs = killed = in_checkpoints = 0

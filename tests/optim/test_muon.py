@@ -11,7 +11,7 @@ from optim.muon import Muon, orthogonalize
 from optim.optimizer import make_optimizer
 
 JORDAN = ((3.4445, -4.7750, 2.0315),) * 5  # torch.optim.Muon's coefficients
-MUON = "--optimizer muon --max_steps 2 --total_batch_size 384 --checkpoint_every 1".split()
+MUON = "--optimizer muon --max_steps 2 --total_batch_size 192 --checkpoint_every 1".split()
 
 
 @pytest.mark.parametrize("rows, columns", [(48, 48), (48, 192), (192, 48)])

@@ -24,7 +24,7 @@ def weights(folder):
     return dict(load.load_model(folder).named_parameters())
 
 
-def assert_same(run, whole, steps=4):
+def assert_same(run, whole, steps=3):
     """The same losses over the last steps, the same evaluations, and the same weights in the end, but for rounding."""
     assert len(logged(run)) == steps
     assert logged(run) == pytest.approx(logged(whole)[-steps:], abs=1e-5)
@@ -40,7 +40,7 @@ def assert_same(run, whole, steps=4):
 
 def test_every_layout_trains_and_resumes_as_one_rank_does(train, train_several, command, tmp_path, call_main):
     (tmp_path / "items.jsonl").write_text("".join(json.dumps(item) + "\n" for item in make_items(5)))
-    flags = "--max_steps 4 --checkpoint_every 2 --val_every 4 --hellaswag_every 4".split()
+    flags = "--max_steps 3 --checkpoint_every 2 --val_every 3 --val_tokens 64 --hellaswag_every 3".split()
     flags += ["--tasks", f"hellaswag={tmp_path}/items.jsonl", "--micro_batch_size", "1"]
     flags += ["--n_layer", "3"]  # two gathered together, and one alone
     flags += ["--mask_documents"]  # the blocks share the documents' boundaries
@@ -69,7 +69,7 @@ def test_every_layout_trains_and_resumes_as_one_rank_does(train, train_several, 
     for run in runs[:4]:
         assert_same(run, whole)
     for run in runs[4:]:
-        assert_same(run, whole, steps=2)
+        assert_same(run, whole, steps=1)
     assert not (runs[2] / "checkpoint_000002" / "model.safetensors").exists()  # in pieces
     assert len(list((runs[2] / "checkpoint_000002").glob("shard-00001-*"))) > 2
     samples = [[row["samples"] for row in metrics(run) if "samples" in row] for run in (whole, runs[2])]
@@ -79,8 +79,8 @@ def test_every_layout_trains_and_resumes_as_one_rank_does(train, train_several, 
     fewer = dict(zero3="zero3", zero2="hsdp", hsdp="zero2")
     fewer = {f"{mode}_two": ["--parallel", mode, "--resume", middle(before)] for mode, before in fewer.items()}
     for run in train_several(2, {name: [*flags, *more] for name, more in fewer.items()}, machines=2):
-        assert_same(run, whole, steps=2)
-    assert_same(train("hsdp_one", *flags, "--resume", tmp_path / middle("hsdp")), whole, steps=2)
+        assert_same(run, whole, steps=1)
+    assert_same(train("hsdp_one", *flags, "--resume", tmp_path / middle("hsdp")), whole, steps=1)
     assert command("export.py", middle("zero3"), "exported").returncode == 0
     for (name, weight), expected in zip(
         weights(tmp_path / "exported").items(), weights(tmp_path / middle("zero3")).values()
@@ -88,19 +88,19 @@ def test_every_layout_trains_and_resumes_as_one_rank_does(train, train_several, 
         assert torch.equal(weight, expected), name
 
     # damage is said in one line
-    piece = next((runs[1] / "checkpoint_000004").glob("shard-00003-*"))
+    piece = next((runs[1] / "checkpoint_000003").glob("shard-00003-*"))
     piece.write_bytes(piece.read_bytes()[:-1] + b"x")
     for done in (
-        train("again", *flags, "--resume", runs[1] / "checkpoint_000004", fails=True),
-        train("from", "--init_from", runs[1] / "checkpoint_000004", drop="--n_layer --n_head --n_embd", fails=True),
-        command("export.py", runs[1] / "checkpoint_000004", "damaged"),
-        command("sample.py", runs[1] / "checkpoint_000004"),
+        train("again", *flags, "--resume", runs[1] / "checkpoint_000003", fails=True),
+        train("from", "--init_from", runs[1] / "checkpoint_000003", drop="--n_layer --n_head --n_embd", fails=True),
+        command("export.py", runs[1] / "checkpoint_000003", "damaged"),
+        command("sample.py", runs[1] / "checkpoint_000003"),
     ):
-        expect_error(done, "checkpoint_000004 is damaged: shard-00003-", "is not what was written")
+        expect_error(done, "checkpoint_000003 is damaged: shard-00003-", "is not what was written")
     piece.unlink()
-    expect_error(call_main("sample.py", runs[1] / "checkpoint_000004"), "cannot read", "shard-00003-", "No such file")
-    (runs[1] / "checkpoint_000004" / "training.json").unlink()  # has the hashes
-    expect_error(call_main("sample.py", runs[1] / "checkpoint_000004"), "checkpoint_000004 lacks a piece of")
+    expect_error(call_main("sample.py", runs[1] / "checkpoint_000003"), "cannot read", "shard-00003-", "No such file")
+    (runs[1] / "checkpoint_000003" / "training.json").unlink()  # has the hashes
+    expect_error(call_main("sample.py", runs[1] / "checkpoint_000003"), "checkpoint_000003 lacks a piece of")
 
 
 def placed(n_layer, distributed=ALONE, **flags):

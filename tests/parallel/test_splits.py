@@ -13,7 +13,7 @@ from torch._dynamo.testing import CompileCounter
 from config import Config
 from parallel import gradients
 
-MIDDLE, STEPS = 2, 4
+MIDDLE, STEPS = 2, 3
 AT_MIDDLE = f"log/{{}}/checkpoint_{MIDDLE:06d}".format
 ON_TWO_RANKS = dict(
     tensor="--tensor 2",
@@ -39,9 +39,9 @@ def test_figures_checkpoints_and_exports(train, train_several, command, tmp_path
     (tmp_path / "last_words.jsonl").write_text(
         "".join(json.dumps(dict(text=item["ctx"] + " end")) + "\n" for item in make_items(3))
     )
-    steps = "--n_layer 3 --micro_batch_size 1 --total_batch_size 128 --mask_documents "
+    steps = "--n_layer 3 --micro_batch_size 1 --total_batch_size 64 --mask_documents "
     steps += f"--max_steps {STEPS} --checkpoint_every {MIDDLE}"
-    evaluations = f"--val_every {STEPS} --hellaswag_every {STEPS}"
+    evaluations = f"--val_every {STEPS} --val_tokens 64 --hellaswag_every {STEPS}"
     flags = [*steps.split(), *evaluations.split()]
     flags += ["--tasks", f"hellaswag={tmp_path}/items.jsonl,lambada={tmp_path}/last_words.jsonl"]  # which needs logits
     muon = [*steps.split(), "--optimizer", "muon"]

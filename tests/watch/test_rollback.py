@@ -21,7 +21,7 @@ real, done = train_gpt2.train_step, []
 
 def train_step(trainer, step, *rest):
     first = trainer.distributed.rank == 0
-    if step == 25 and not done:
+    if step == 15 and not done:
         {fault}
         done.append(step)
     return real(trainer, step, *rest)
@@ -31,8 +31,8 @@ train_gpt2.main()
 """
 # A weight of block 1 on rank 0 has its highest bit of the exponent flipped
 FLIP = "if first: local(trainer.model.transformer.h[1].mlp.c_fc.weight.data).view(torch.int32).flatten()[3] ^= 1 << 30"
-FLAGS = "--max_steps 50 --checkpoint_every 10 --keep_checkpoints 9 --val_every 50".split()
-DROP = "--max_steps --checkpoint_every --val_every"
+FLAGS = "--max_steps 32 --checkpoint_every 10 --keep_checkpoints 9 --total_batch_size 64 --micro_batch_size 2".split()
+DROP = "--max_steps --checkpoint_every --total_batch_size --micro_batch_size"
 
 
 def observe(losses):
@@ -58,43 +58,50 @@ def test_what_is_a_divergence():
     assert high.problem is None
 
 
-@pytest.mark.parametrize(
-    "ranks, flags", [(1, []), (1, ["--optimizer", "muon"]), (2, []), (2, ["--parallel", "zero3"]), (2, ["--tensor", 2])]
-)
-def test_a_flipped_bit_does_not_end_a_run(train, script, ranks, flags):
+def train_with_a_flipped_bit(train, script, ranks, flags):
     run = train("run", *FLAGS, *flags, drop=DROP, script=script(FAULT.format(fault=FLIP)), ranks=ranks)
     text = (run / "output.txt").read_text()
     [block] = [line.split() for line in text.splitlines() if line.startswith("block 1 ")]
     assert not all(math.isfinite(float(norm)) and float(norm) < 1e6 for norm in block[2:])  # the table shows where
     [rollback] = json.loads((run / "config.json").read_text())["rollbacks"]
-    assert (rollback["step"], rollback["diverged"]) == (20, 25 + MAX_BAD_STEPS)
-    assert rollback["skipped_tokens"] == 256 * (rollback["diverged"] - rollback["step"])
+    assert (rollback["step"], rollback["diverged"]) == (10, 15 + MAX_BAD_STEPS)
+    assert rollback["skipped_tokens"] == 64 * (rollback["diverged"] - rollback["step"])
     rows = [row for row in metrics(run) if "lr" in row]
-    assert [row["step"] for row in rows] == list(range(50)) and all(row["train_loss"] for row in rows)
-    training = read_training(run / "checkpoint_000050")
+    assert [row["step"] for row in rows] == list(range(32)) and all(row["train_loss"] for row in rows)
+    training = read_training(run / "checkpoint_000032")
     assert training["run"]["rollbacks"] == [rollback]
+    return run
 
 
-def test_a_run_that_went_back_resumes_as_if_it_had_not_stopped(train, script, tmp_path):
-    run = train("run", *FLAGS, drop=DROP, script=script(FAULT.format(fault=FLIP)))
-    whole = load_file(run / "checkpoint_000050/model.safetensors")
+@pytest.mark.parametrize(
+    "ranks, flags", [(1, ["--optimizer", "muon"]), (2, []), (2, ["--parallel", "zero3"]), (2, ["--tensor", 2])]
+)
+def test_a_flipped_bit_does_not_end_a_run(train, script, ranks, flags):
+    train_with_a_flipped_bit(train, script, ranks, flags)
+
+
+def test_a_run_that_went_back_resumes_as_if_it_had_not_stopped(train, script):
+    run = train_with_a_flipped_bit(train, script, 1, [])
+    whole = load_file(run / "checkpoint_000032/model.safetensors")
     before = [row["lr"] for row in metrics(run) if "lr" in row]
-    shutil.rmtree(run / "checkpoint_000050")
+    shutil.rmtree(run / "checkpoint_000032")
     again = train("run", *FLAGS, drop=DROP)
-    assert "resumed from log/run/checkpoint_000040" in (again / "output.txt").read_text()
-    assert [row["lr"] for row in metrics(again) if "lr" in row] == before and before[20] < before[19] / 1.9
-    resumed = load_file(again / "checkpoint_000050/model.safetensors")
+    assert "resumed from log/run/checkpoint_000030" in (again / "output.txt").read_text()
+    assert [row["lr"] for row in metrics(again) if "lr" in row] == before and before[10] < before[9] / 1.9
+    resumed = load_file(again / "checkpoint_000032/model.safetensors")
     assert all(resumed[name].equal(whole[name]) for name in whole)
 
 
 def test_a_loss_that_stays_high_sends_a_run_back(train, script):
     fault = "for parameter in trainer.model.parameters(): parameter.data.mul_(20)"
-    run = train("run", *FLAGS, drop=DROP, script=script(FAULT.format(fault=fault)))
+    code = FAULT.format(fault=fault).replace("step == 15", "step == 25")
+    flags = (*FLAGS, "--max_steps", 50, "--val_every", 50)
+    run = train("run", *flags, drop=DROP, script=script(code))
     facts = json.loads((run / "config.json").read_text())
     [rollback] = facts["rollbacks"]
     assert rollback["step"] == 20 and "the median loss of 20 steps is" in rollback["problem"]
     assert facts["lr"] == 1e-3 / 2 and "rollback 1 of 3" in (run / "output.txt").read_text()
-    none = train("none", *FLAGS, "--rollbacks", 0, drop=DROP, script=script(FAULT.format(fault=fault)))
+    none = train("none", *flags, "--rollbacks", 0, drop=DROP, script=script(code))
     assert "no rollback is left, training goes on" in (none / "output.txt").read_text()
     assert logged(run, "val")[-1] < logged(none, "val")[-1] - 1
 
@@ -113,11 +120,11 @@ def test_minutes_become_steps():
 def test_a_run_of_some_minutes(train, tmp_path):
     """It ends with an evaluation and a checkpoint, and stays as it is."""
     flags = ["--max_minutes", 0.01, "--val_every", 10**6, "--checkpoint_every", 10**6]
-    run = train("run", *flags, drop=DROP)
+    run = train("run", *flags, drop="--max_steps")
     facts = json.loads((run / "config.json").read_text())
     steps, [last] = len(logged(run)), run.glob("checkpoint_*")
     assert facts["finished"] and last.name == f"checkpoint_{steps:06d}" and len(logged(run, "val")) == 2
-    train("run", *flags, drop=DROP)
+    train("run", *flags, drop="--max_steps")
     assert len(logged(run)) == steps and [*run.glob("checkpoint_*")] == [last]
     output = (run / "output.txt").read_text()
     assert f"training   none: at step {steps} of {steps}\n" in output and "max_steps" not in output
@@ -131,8 +138,8 @@ def test_minutes_and_steps_exclude_each_other(train):
 def test_a_stop_after_a_rollback_saves(train, script):
     """Ctrl-C, as a signal of the process to itself."""
     code = FAULT.format(fault=FLIP).replace(
-        "    return real", "    if step == 22 and done: os.kill(os.getpid(), 2)\n    return real"
+        "    return real", "    if step == 12 and done: os.kill(os.getpid(), 2)\n    return real"
     )
     run = train("run", *FLAGS, drop=DROP, script=script("import os\n" + code))
     text = (run / "output.txt").read_text()
-    assert "SIGINT: stopped at step 22" in text and (run / "checkpoint_000022").exists()
+    assert "SIGINT: stopped at step 12" in text and (run / "checkpoint_000012").exists()
