@@ -2,14 +2,13 @@ import dataclasses
 import itertools
 import json
 import signal
-import subprocess
 import sys
 import types
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, TINY, expect_error, metrics, wait_until
+from conftest import ROOT, TINY, begin, expect_error, metrics, wait_until
 from fork_server import TIMEOUT, descendants
 
 import ladder
@@ -148,14 +147,14 @@ def test_a_mistake_in_the_flags_ends_the_ladder(train):
 
 
 def test_a_stopped_ladder_leaves_no_run_behind(corpus, tmp_path):
-    """As a user starts it."""
     flags = [*TINY, "--data_dir", "corpus", "--run_name", "stop", "--ladder", "--ladder_steps", "100000"]
-    process = subprocess.Popen([sys.executable, ROOT / "train_gpt2.py", *flags], cwd=tmp_path)
-    wait_until((tmp_path / "log/stop/00_baseline_B1.txt").exists, process)
+    errors = tmp_path / "err.txt"
+    process = begin([ROOT / "train_gpt2.py", *flags], tmp_path, [tmp_path / "out.txt", errors])
+    wait_until((tmp_path / "log/stop/00_baseline_B1.txt").exists, process, errors)
     runs = descendants(process.pid)
     process.send_signal(signal.SIGTERM)
-    assert process.wait(TIMEOUT) == 143
-    assert runs
+    process.wait(TIMEOUT)
+    assert process.returncode == 143 and runs
     wait_until(lambda: not any(map(is_alive, runs)))
 
 

@@ -227,9 +227,9 @@ def test_a_second_ctrl_c_ends_at_once(later, code):
 
 def test_a_full_disk_leaves_the_checkpoint_before(tmp_path, corpus, train):
     """No file may grow beyond a size that the logs stay below and the optimizer's state does not."""
-    whole = train("whole", *MUON, *EVERY_3, "--max_steps", 7, drop="--checkpoint_every --val_every --max_steps")
-    run = tmp_path / "log" / "full"
-    shutil.copytree(whole, run)
+    flags, drop = (*MUON, *EVERY_3, "--max_steps", 7), "--checkpoint_every --val_every --max_steps"
+    whole = train("whole", *flags, drop=drop)
+    run = shutil.copytree(whole, whole.with_name("full"))
     for step in (6, 7):
         shutil.rmtree(run / f"checkpoint_{step:06d}")
     limit = (whole / "checkpoint_000003" / "model.safetensors").stat().st_size + 1000
@@ -242,8 +242,7 @@ def test_a_full_disk_leaves_the_checkpoint_before(tmp_path, corpus, train):
     )
 
     def train_limited(name):
-        drop = "--checkpoint_every --val_every --max_steps"
-        return train(name, *MUON, *EVERY_3, "--max_steps", 7, drop=drop, script=script, fails=True)
+        return train(name, *flags, drop=drop, script=script, fails=True)
 
     done = train_limited("full")
     expect_error(done, "step 7 is not saved", "newest checkpoint is log/full/checkpoint_000003")
@@ -254,8 +253,7 @@ def test_a_full_disk_leaves_the_checkpoint_before(tmp_path, corpus, train):
     done = train_limited("new")
     expect_error(done, "step 7 is not saved", "there is no checkpoint")
     assert done.stdout.count("the checkpoint was not written") == 3
-    again = train("new", *MUON, *EVERY_3, "--max_steps", 7, drop="--checkpoint_every --val_every --max_steps")
-    same(again, whole, 7)
+    same(train("new", *flags, drop=drop), whole, 7)
 
 
 def test_pieces_on_disks_that_are_not_shared(train, script):
@@ -271,9 +269,8 @@ def test_pieces_on_disks_that_are_not_shared(train, script):
 
 
 def test_a_rank_that_dies_is_replaced(tmp_path, corpus, train):
-    whole = train(
-        "whole", *MUON, *EVERY_3, "--max_steps", 12, ranks=2, drop="--checkpoint_every --val_every --max_steps"
-    )
+    drop = "--checkpoint_every --val_every --max_steps"
+    whole = train("whole", *MUON, *EVERY_3, "--max_steps", 12, ranks=2, drop=drop)
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "--max-restarts=4"]
     process, output, errors = fork(tmp_path, long_run("restarted", 12, *MUON), launcher)
     wait_until(lambda: has_checkpoint(tmp_path / "log" / "restarted"), process, errors)
@@ -297,17 +294,13 @@ def test_a_rank_that_dies_ends_the_others(tmp_path, corpus):
 
 
 def test_a_damaged_checkpoint_gives_way_to_the_one_before(train):
-    run = train("damaged", *MUON, *EVERY_3, drop="--checkpoint_every --val_every")
-    whole = train("whole", *MUON, *EVERY_3, "--max_steps", 7, drop="--checkpoint_every --val_every --max_steps")
-    shutil.rmtree(run)
-    shutil.copytree(whole, run)
+    flags, drop = (*MUON, *EVERY_3, "--max_steps", 7), "--checkpoint_every --val_every --max_steps"
+    whole = train("whole", *flags, drop=drop)
+    run = shutil.copytree(whole, whole.with_name("damaged"))
     for step, name in ((7, "model.safetensors"), (6, "config.json")):
         path = run / f"checkpoint_{step:06d}" / name
         path.write_bytes(path.read_bytes()[:-100])
-    text = (
-        train("damaged", *MUON, *EVERY_3, "--max_steps", 7, drop="--checkpoint_every --val_every --max_steps")
-        / "output.txt"
-    ).read_text()
+    text = (train("damaged", *flags, drop=drop) / "output.txt").read_text()
     assert "checkpoint_000007 is damaged" in text and "checkpoint_000006 is damaged" in text
     assert "resumed from log/damaged/checkpoint_000003" in text
     same(run, whole, 7)
