@@ -25,10 +25,10 @@ from pathlib import Path
 # Read by what is imported below. Inductor's pool of compilers would be a process that stays behind a test
 os.environ.update(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1", TORCHINDUCTOR_COMPILE_THREADS="1")
 # glibc keeps freed memory, which Linux would clear again for each new tensor: a third of a small training's time
-os.environ.update(MALLOC_MMAP_THRESHOLD_=str(2**30), MALLOC_TRIM_THRESHOLD_=str(2**31 - 1))  # read by new processes
+os.environ.update(MALLOC_MMAP_THRESHOLD_=str(2**26), MALLOC_TRIM_THRESHOLD_=str(2**28))  # read by new processes
 if sys.platform == "linux":
-    ctypes.CDLL(None).mallopt(-3, 2**30)  # M_MMAP_THRESHOLD and M_TRIM_THRESHOLD of this process
-    ctypes.CDLL(None).mallopt(-1, 2**31 - 1)
+    ctypes.CDLL(None).mallopt(-3, 2**26)  # M_MMAP_THRESHOLD and M_TRIM_THRESHOLD of this process
+    ctypes.CDLL(None).mallopt(-1, 2**28)
 
 import numpy as np
 import pytest
