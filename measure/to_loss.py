@@ -26,7 +26,7 @@ COLUMNS = ("rung", "final loss", "difference", "p", "tokens", "× first", "secon
 VAL_TOKENS = 2621440  # at most, in each of some 20 validations
 LR_WARMUP = 0.1  # of max_steps at most
 
-# The defaults of --demo: 8 minutes on two CPU cores
+# The defaults of --demo: 2 minutes on two CPU cores
 DEMO = dict(max_steps=40, val_tokens=4096, seeds=2, micro_batch_size=2)
 
 # {rung: the flags that it changes}. Both optimizers are tuned for 143M tokens in 1,090 steps: docs/recipes.md says how
