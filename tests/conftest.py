@@ -30,16 +30,14 @@ if sys.platform == "linux":
     ctypes.CDLL(None).mallopt(-3, 2**26)  # M_MMAP_THRESHOLD and M_TRIM_THRESHOLD of this process
     ctypes.CDLL(None).mallopt(-1, 2**28)
 
-import numpy as np
 import pytest
 import torch
 from fork_server import PYTHON, TIMEOUT, Fork, adopt_orphans, end_descendants
+from texts import write_corpus
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from common import errors
 from common.device import missing_package
-from data.shards import write_shard
-from data.tokenizer import END_OF_TEXT
 from kernels import cublaslt, flash4
 from parallel.process_group import Distributed
 
@@ -60,7 +58,6 @@ TINY = (
 
 
 ALONE = Distributed(0, 1, torch.device("cpu"))
-WORDS = "the man then woman sits down on a chair and starts to read his book while dog runs past it quickly".split()
 
 
 def pytest_runtest_setup(item):
@@ -79,17 +76,6 @@ def skip_without_flash4():
         pytest.skip("needs a Hopper GPU")
     if reason := flash4.missing():
         pytest.skip(reason)
-
-
-def make_items(count):
-    """Rows of HellaSwag of random words, with two to four endings."""
-    generator = torch.Generator().manual_seed(4)
-
-    def text(longest):
-        n = int(torch.randint(1, longest, (), generator=generator))
-        return " ".join(WORDS[i] for i in torch.randint(len(WORDS), (n,), generator=generator))
-
-    return [dict(ctx=text(20), endings=[text(9) for _ in range(4 - i % 3)], label=i % 2) for i in range(count)]
 
 
 @pytest.fixture(autouse=True)
@@ -112,23 +98,6 @@ def two_ranks():
     torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     yield Distributed(0, 2, torch.device("cpu"))
     torch.distributed.destroy_process_group()
-
-
-def make_documents(count, rng, longest=60):
-    """Documents of random tokens, each opening with <|endoftext|>."""
-    return [np.append(END_OF_TEXT, rng.integers(0, 50256, rng.integers(1, longest))) for _ in range(count)]
-
-
-def write_corpus(folder, sizes=(400, 2000, 1500, 700), seed=0):
-    """Shards of the given sizes in tokens, 0 for validation, whose documents run on from one to the next."""
-    rng = np.random.default_rng(seed)
-    tokens = np.concatenate(make_documents(sum(sizes) // 10, rng)).astype(np.uint16)
-    start = 0
-    for index, size in enumerate(sizes):
-        split = "train" if index else "val"
-        write_shard(folder / f"edufineweb_{split}_{index:06d}.npy", tokens[start : start + size])
-        start += size
-    return tokens
 
 
 @pytest.fixture

@@ -12,8 +12,9 @@ import sys
 
 import pytest
 import torch
-from conftest import AOT_EAGER, ROOT, WORDS, expect_error, logged, make_items, metrics, write_corpus
+from conftest import AOT_EAGER, ROOT, expect_error, logged, metrics
 from safetensors.torch import load_file
+from texts import WORDS, make_items, write_corpus
 from transformers import GPT2LMHeadModel
 
 from checkpoints import load

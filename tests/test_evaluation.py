@@ -3,7 +3,8 @@ import math
 
 import pytest
 import torch
-from conftest import ALONE, ROOT, make_items, metrics
+from conftest import ALONE, ROOT, metrics
+from texts import make_items
 
 import evaluation
 from config import Config

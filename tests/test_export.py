@@ -8,8 +8,9 @@ import threading
 import pytest
 import torch
 import yaml
-from conftest import ALONE, expect_error, make_items
+from conftest import ALONE, expect_error
 from test_hellaswag import tiny as tiny_gpt2
+from texts import make_items
 from transformers import AutoModelForCausalLM
 
 from checkpoints import hugging_face

@@ -4,8 +4,9 @@ import re
 
 import pytest
 import torch
-from conftest import ALONE, WORDS, expect_error
-from conftest import make_items as make_rows
+from conftest import ALONE, expect_error
+from texts import WORDS
+from texts import make_items as make_rows
 
 from checkpoints import hugging_face
 from common.errors import UserError

@@ -7,8 +7,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from conftest import ALONE, WORDS, expect_error
+from conftest import ALONE, expect_error
 from test_hellaswag import make_items, tiny
+from texts import WORDS
 
 from checkpoints import hugging_face
 from common.errors import UserError

@@ -6,7 +6,8 @@ import tarfile
 from dataclasses import replace
 
 import pytest
-from conftest import ALONE, ROOT, expect_error, logged, metrics, write_corpus
+from conftest import ALONE, ROOT, expect_error, logged, metrics
+from texts import write_corpus
 
 from checkpoints import resume, run_folder
 from common.errors import UserError, word

@@ -13,7 +13,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from conftest import make_items
+from texts import make_items
 
 from checkpoints import hugging_face
 from common.hub import check_hub

@@ -3,7 +3,8 @@ from collections import Counter
 import numpy as np
 import pytest
 import torch
-from conftest import ALONE, write_corpus
+from conftest import ALONE
+from texts import write_corpus
 
 from common.errors import UserError
 from data.loader import Loader, TokenStream

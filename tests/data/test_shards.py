@@ -3,7 +3,8 @@ import os
 
 import numpy as np
 import pytest
-from conftest import logged, write_corpus
+from conftest import logged
+from texts import write_corpus
 
 from common.errors import UserError
 from common.files import atomic_write

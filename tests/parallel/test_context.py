@@ -5,8 +5,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import make_items, metrics
+from conftest import metrics
 from test_layouts import assert_same
+from texts import make_items
 
 from common.errors import UserError
 from config import Config, resolve

@@ -4,7 +4,8 @@ import json
 
 import pytest
 import torch
-from conftest import ALONE, expect_error, logged, make_items, metrics
+from conftest import ALONE, expect_error, logged, metrics
+from texts import make_items
 from torch._dynamo.testing import CompileCounter
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode

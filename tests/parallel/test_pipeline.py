@@ -4,8 +4,9 @@ import json
 
 import pytest
 import torch
-from conftest import expect_error, logged, make_items, metrics
+from conftest import expect_error, logged, metrics
 from test_layouts import assert_same
+from texts import make_items
 
 from common.errors import UserError
 from config import Config, resolve

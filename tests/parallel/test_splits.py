@@ -6,8 +6,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import expect_error, logged, make_items, metrics
+from conftest import expect_error, logged, metrics
 from test_layouts import assert_same, placed, weights
+from texts import make_items
 from torch._dynamo.testing import CompileCounter
 
 from config import Config

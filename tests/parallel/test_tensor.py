@@ -4,8 +4,9 @@ import json
 
 import pytest
 import torch
-from conftest import expect_error, make_items, metrics
+from conftest import expect_error, metrics
 from test_layouts import assert_same, weights
+from texts import make_items
 
 from common.errors import UserError
 from config import Config, resolve
