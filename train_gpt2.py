@@ -98,7 +98,7 @@ def build(config, distributed, weights=None, sizes=None):
     graphed = compile_model(model, config, graphs=True) if config.cuda_graphs else forward
     # ddp: each rank has all weights and a share of the batch; the last backward averages gradients over the ranks
     train_forward = gradients.wrap_ddp(graphed, config, distributed)
-    # fp8: the blocks' GEMMs in 8 bits, at twice the rate. The modules change in place; compilation comes at their call
+    # fp8: the blocks' GEMMs in 8 bits, at twice the rate. The modules change in place, before the first call compiles
     if config.fp8:
         from kernels import fp8  # needs Triton
 
