@@ -23,8 +23,8 @@ from watch.hardware import environment, flops_per_token, mfu, peak_flops, peak_m
 
 FIRST_STEPS = 3  # for compilation; what else has to settle does so in the first step of each turn
 # Rounds in turn, and Student's t of a gain's 95% interval after them; more while it is wider than PRECISION to a side.
-# Of intervals that are looked at three times, 92 to 95% hold the gain
-STUDENT_T = {5: 2.776, 10: 2.262, 20: 2.093}
+# Of intervals that are looked at five times, 92 to 95% hold the gain
+STUDENT_T = {5: 2.776, 7: 2.447, 10: 2.262, 14: 2.160, 20: 2.093}
 ROUNDS = min(STUDENT_T)
 PRECISION = 0.006
 
@@ -92,8 +92,9 @@ def measure(config, ranks, results, name, seconds, steps, before=None):
 
 
 def compare(first, second, seconds, steps):
-    """The gain of a TimedRun over another, in turn: dict(ratio=, low=, high=, is_clear=), the geometric mean over the
-    rounds of the ratios of tokens/sec, its 95% interval, and whether that does not hold 1.
+    """The gain of a TimedRun over another, in turn: dict(ratio=, low=, high=, is_clear=, rounds=), the geometric mean
+    over the rounds of the ratios of tokens/sec, its 95% interval, whether that does not hold 1, and the two rates of
+    each round.
 
     Each is timed for `seconds` and `steps` steps, or longer: on GPUs up to four times as long while the gain is less
     certain than PRECISION. A CPU's steps vary too much for it.
@@ -101,16 +102,17 @@ def compare(first, second, seconds, steps):
     shares = {}  # the steps of a turn: ROUNDS turns have the seconds and the steps
     for run in (first, second):
         shares[run] = max(math.ceil(steps / ROUNDS), math.ceil(seconds / ROUNDS / run.seconds))
-    logs = []
-    for rounds, student_t in STUDENT_T.items():
-        for number in range(len(logs), rounds):  # A B, B A, A B, ...: a drift of the clock cancels
+    rounds = []
+    for count, student_t in STUDENT_T.items():
+        for number in range(len(rounds), count):  # A B, B A, A B, ...: a drift of the clock cancels
             rates = {run: run.train(shares[run]) for run in ((first, second), (second, first))[number % 2]}
-            logs.append(math.log(rates[second] / rates[first]))
-        mean, margin = statistics.mean(logs), student_t * statistics.stdev(logs) / math.sqrt(rounds)
+            rounds.append((rates[first], rates[second]))
+        logs = [math.log(own / before) for before, own in rounds]
+        mean, margin = statistics.mean(logs), student_t * statistics.stdev(logs) / math.sqrt(count)
         if margin <= PRECISION or second.facts["cuda"] is None:
             break
     ratio, low, high = map(math.exp, (mean, mean - margin, mean + margin))
-    return dict(ratio=ratio, low=low, high=high, is_clear=not low <= 1 <= high)
+    return dict(ratio=ratio, low=low, high=high, is_clear=not low <= 1 <= high, rounds=rounds)
 
 
 def take_turns(config, pipe):
