@@ -31,7 +31,7 @@ def test_the_gain_is_that_of_the_rounds_in_turn():
     assert set(turns) == {("A", 4), ("B", 10)}  # 20 steps at least, and 5 seconds
 
 
-@pytest.mark.parametrize("spread, rounds, student_t", [(1.0, 20, 2.093), (0.5, 10, 2.262), (0.4, 7, 2.447), (0.2, 5, 2.776)])
+@pytest.mark.parametrize("spread, rounds, student_t", [(1.0, 20, 2.093), (0.5, 10, 2.262), (0.4, 7, 2.447)])
 def test_the_interval_gets_more_rounds_while_it_is_wide(spread, rounds, student_t):
     """student_t: of any table, for rounds - 1 degrees of freedom."""
     logs = [spread * each for each in [0.01, 0.03, -0.01, 0.0, 0.02]] * 4
