@@ -86,7 +86,7 @@ def find_checkpoint(config, distributed):
             config.log_dir, config.run_name = str(from_here(run.parent)), run.name
         find_data(config, Path(facts_of(run).get("started_in", "")))
     again = distributed.broadcast(distributed.on_main(lambda: continues(config)))
-    if again or (path and config.run_name and restarted(distributed)):
+    if again or (path and restarted(distributed)):
         if found := load.newest(Path(config.log_dir) / config.run_name, distributed):
             return found
     if path and (path / TRAINING).is_file():

@@ -7,6 +7,7 @@ import collections
 import dataclasses
 import gc
 import math
+import os
 import statistics
 
 import torch
@@ -114,6 +115,7 @@ def again(flags, checkpoint):
     torch.compiler.reset()
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()
+    os.environ["TORCHELASTIC_RESTART_COUNT"] = "0"  # a restart would continue from the run's newest checkpoint instead
     folder = checkpoint.parent
     own = dict(log_dir=str(folder.parent), run_name=folder.name, resume=str(checkpoint), profile=0, memory_snapshot=0)
     return dataclasses.replace(flags, **own)

@@ -66,21 +66,21 @@ class RunLog:
             self.facts |= environment(device) | dict(started_in=os.getcwd(), finished=False, wandb_id=None)
             self.facts["dataset"] = dataset_name(config.data_dir)
             self.facts["rollbacks"] = training.get("rollbacks", []) if training else []
-            if training and earlier and self.first_step >= config.max_steps:  # no step follows: the run stays as it is
+            if earlier and self.first_step >= config.max_steps:  # no step follows: the run stays as it is
                 if step_of(checkpoints_of(self.folder)[0]) > self.first_step:
                     raise UserError(
                         f"{resumed} has reached --max_steps {config.max_steps}, and {self.folder} has newer "
                         "checkpoints: raise it to go back, or choose another --run_name"
                     )
                 self.facts, self.flags = earlier | dict(finished=False, wandb_id=earlier.get("wandb_id")), None
-            elif training and earlier:
+            elif earlier:
                 goes_back = set_aside_newer(self.folder, self.first_step)
                 # wandb's step cannot decrease, so a run that goes back has a new page
                 self.facts["wandb_id"] = None if goes_back else earlier.get("wandb_id")
                 self.facts["resume"] = earlier.get("resume")  # where a branch began; its command may be repeated
             self._write_facts()
-            self.log_txt, lines = self._open("log.txt", parse_log_line, training)
-            self.metrics_jsonl, _ = self._open("metrics.jsonl", parse_metrics_line, training)
+            self.log_txt, lines = self._open("log.txt", parse_log_line, continues=bool(earlier))
+            self.metrics_jsonl, _ = self._open("metrics.jsonl", parse_metrics_line, continues=bool(earlier))
             if wandb_id := self.wandb.start(self.folder, self.facts):
                 self.facts["wandb_id"] = wandb_id
                 self._write_facts()
@@ -174,7 +174,7 @@ class RunLog:
             )
 
     def _earlier_facts(self, resumed):
-        """config.json of the run that the folder already holds, or None for a new folder.
+        """config.json of the run in the folder, if this one continues it, else None.
 
         Raises UserError for a folder that is not a run's, and for a run that must not be overwritten.
         """
@@ -186,12 +186,12 @@ class RunLog:
         own = resumed and run_of(resumed).resolve() == self.folder.resolve()
         if not own and (facts["finished"] or checkpoints_of(self.folder)):
             raise UserError(f"{self.folder} already holds a run: choose another --run_name, or delete it")
-        return facts
+        return facts if own else None
 
-    def _open(self, name, parse, training):
+    def _open(self, name, parse, continues):
         """(file, rows): a log opened for appending, and the parsed lines that it keeps from the earlier run."""
         path = self.folder / name
-        if path.exists() and not training:  # the earlier run ended before its first checkpoint
+        if path.exists() and not continues:  # an earlier run ended before its first checkpoint
             path.rename(unused_name(path.with_name(name + ".old")))
         # without an incomplete last line
         lines = path.read_text(errors="replace").split("\n")[:-1] if path.exists() else []

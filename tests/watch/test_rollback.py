@@ -92,7 +92,9 @@ def test_a_run_that_went_back_resumes_as_if_it_had_not_stopped(train, script):
     assert all(resumed[name].equal(whole[name]) for name in whole)
 
 
-def test_a_loss_that_stays_high_sends_a_run_back(train, script):
+def test_a_loss_that_stays_high_sends_a_run_back(train, script, monkeypatch):
+    """Also a run that torchrun has restarted: not to its newest checkpoint, which a high loss left."""
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     fault = "for parameter in trainer.model.parameters(): parameter.data.mul_(20)"
     code = FAULT.format(fault=fault).replace("step == 15", "step == 25")
     flags = (*FLAGS, "--max_steps", 50, "--val_every", 50)

@@ -124,11 +124,14 @@ def test_a_folder_that_is_no_runs_is_left_alone(tmp_path):
         make_log(tmp_path)
 
 
-def test_a_run_without_a_checkpoint_begins_again(tmp_path):
+@pytest.mark.parametrize("start", [(), ("other/checkpoint_000002", dict(step=2))])
+def test_a_run_without_a_checkpoint_begins_again(tmp_path, start):
+    """Also as a branch of another run, to whose steps the log of the first attempt does not belong."""
     log = make_log(tmp_path)
     train_step(log, 0)
     log.close(finished=False)
-    log = make_log(tmp_path)
+    log = make_log(tmp_path, *start, resume=start[0] if start else "auto")
+    assert log.facts["resume"] == (start[0] if start else "auto")
     assert (tmp_path / "run" / "log.txt").read_text() == "" and log.val_losses == {}
     assert (tmp_path / "run" / "log.txt.old").read_text() == "0 train 3.000000\n"
     assert (tmp_path / "run" / "metrics.jsonl.old").exists()
