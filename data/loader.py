@@ -45,7 +45,7 @@ class TokenStream:
         self.seed = seed
         self.shuffle = shuffle
         self.total = sum(len(shard) for shard in shards)  # tokens in an epoch
-        self._begin = self._end = 0  # the positions of the window that self._documents describes
+        self._window = range(0), None  # of the last read; one object, since two threads may read: see _open_window()
 
     def sequences(self, tokens, seq_len):
         """Number of whole sequences, with a target for every token, in the first `tokens` tokens; at least one."""
@@ -60,9 +60,10 @@ class TokenStream:
         filled = 0
         while filled < count:
             begin = position + filled
-            if not self._begin <= begin < self._end:
-                self._open_window(begin)
-            shard, stop, end = self._documents[:, np.searchsorted(self._documents[2], begin, side="right")].tolist()
+            positions, documents = self._window
+            if begin not in positions:
+                positions, documents = self._window = self._open_window(begin)
+            shard, stop, end = documents[:, np.searchsorted(documents[2], begin, side="right")].tolist()
             n = min(end - begin, count - filled)
             first = stop - (end - begin)
             tokens[filled : filled + n] = self.shards[shard][first : first + n]
@@ -70,9 +71,9 @@ class TokenStream:
         return tokens
 
     def _open_window(self, position):
-        """Set self._documents of the window with this position: (3, documents) int64, in reading order: the index of
-        the shard, the document's end within it, and its end in the stream. Without shuffle, each shard counts as one
-        document."""
+        """(positions, documents) of the window with this position: a range, and (3, documents) int64, in reading order:
+        the index of the shard, the document's end within it, and its end in the stream. Without shuffle, each shard
+        counts as one document."""
         epoch, offset = divmod(position, self.total)
         order = np.arange(len(self.shards))
         if self.shuffle:
@@ -92,9 +93,9 @@ class TokenStream:
         if self.shuffle:
             order = np.random.default_rng([self.seed, epoch, *windows[w]]).permutation(len(stop))
             shard, stop, length = shard[order], stop[order], length[order]
-        self._end = epoch * self.total + int(ends[w])
-        self._begin = self._end - int(length.sum())
-        self._documents = np.stack((shard, stop, self._begin + np.cumsum(length)))
+        end = epoch * self.total + int(ends[w])
+        begin = end - int(length.sum())
+        return range(begin, end), np.stack((shard, stop, begin + np.cumsum(length)))
 
 
 def open_streams(config, distributed):
