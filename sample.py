@@ -106,7 +106,7 @@ class Flags:
 
     model: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="MODEL")]
     """A run's folder (its newest checkpoint), a checkpoint, a Hugging Face folder, a name on the hub (gpt2), a .pt."""
-    prompt: str = flag(PROMPT, is_path=False)
+    prompt: Annotated[str, tyro.conf.arg(help_behavior_hint=f"(default: {PROMPT})")] = flag(PROMPT, is_path=False)
     """The beginning of the text."""
     count: int = flag(4, at_least=1)
     """Number of texts."""

@@ -137,9 +137,9 @@ def complaints(arguments, flags):
             yield f"{spelled}: there is no such flag{f', did you mean --{near[0]}?' if near else ''}"
         elif not value_may_follow and os.path.exists(argument):
             owners = [f"--{name}" for name in PATH_FLAGS if name in flags]
-            before = f"put {' or '.join(owners)} before it, or " if owners else ""
-            pattern = f"put a pattern in quotes, such as '*{Path(argument).suffix}'"
-            yield f"{argument} is one path too many: {before}{pattern}"
+            hint = f": put {' or '.join(owners)} before it" if owners else ""
+            pattern = f", or put a pattern in quotes, such as '*{Path(argument).suffix}'" if "input" in flags else ""
+            yield f"{argument} is one path too many{hint}{pattern}"
             return
         elif not value_may_follow:
             yield f"{argument!r} is neither a flag nor its value"  # such as --compile False
@@ -157,7 +157,9 @@ def show_help(flags_type, default):
         marked = [(g.__name__, typing.Annotated[tyro.conf.OmitArgPrefixes[g], title(g)]) for g in groups]
         nested = dataclasses.make_dataclass("Flags", marked)
         nested.__doc__, flags_type, default = flags_type.__doc__, nested, nested(*sections)
-    with contextlib.redirect_stdout(getattr(sys.stdout, "stream", sys.stdout)):  # a Console would escape its colors
+    # on a terminal a Console would escape its colors
+    stdout = getattr(sys.stdout, "stream", sys.stdout) if sys.stdout.isatty() else sys.stdout
+    with contextlib.redirect_stdout(stdout):
         module = sys.modules["__main__"].__spec__  # of python -m
         prog = f"python -m {module.name}" if module else None
         tyro.cli(flags_type, args=["--help"], default=default, use_underscores=True, prog=prog)

@@ -9,7 +9,7 @@ import os
 import stat
 from pathlib import Path
 
-from common.errors import UserError
+from common.errors import UserError, first_line
 
 
 def regular_file(path):
@@ -21,7 +21,10 @@ def regular_file(path):
 
 def read_json(path, **fields):
     """The JSON of a regular file, a dictionary with these fields, {name: type}. Raises OSError or ValueError."""
-    content = json.loads(regular_file(path).read_bytes())
+    try:
+        content = json.loads(regular_file(path).read_bytes())
+    except RecursionError as error:  # it is nested a thousand levels deep
+        raise ValueError(first_line(error)) from error
     check_fields(content, **fields)
     return content
 

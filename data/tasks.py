@@ -69,7 +69,7 @@ def read_hellaswag(row):
     ctx, endings = row["ctx"], row["endings"]
     check_texts(ctx, *endings)
     if len(endings) < 2:
-        raise ValueError(f"there are {len(endings)} endings")
+        raise ValueError("it has fewer than 2 endings")
     label = index_of(row["label"], range(len(endings)))
     return Item([(ctx, " " + ending) for ending in endings], label, [0] * len(endings))
 

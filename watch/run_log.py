@@ -132,7 +132,8 @@ class RunLog:
 
         Accuracies are between 0 and 1. log.txt has HellaSwag's acc_norm, GPT-2's usual measure."""
         acc, acc_norm, items = (scores["hellaswag"][name] for name in ("acc", "acc_norm", "items"))
-        self._print(step, f"HellaSwag acc {acc:.4f} | acc_norm {acc_norm:.4f}", f"{items:,} items", f"{seconds:.1f} s")
+        count = f"{items:,} item{'s' * (items > 1)}"
+        self._print(step, f"HellaSwag acc {acc:.4f} | acc_norm {acc_norm:.4f}", count, f"{seconds:.1f} s")
         values = {f"{task}_{metric}": value for task, own in scores.items() for metric, value in own.items()}
         others = [
             f"{name} {x:.4f}" for name, x in values.items() if not name.startswith("hella") and isinstance(x, float)

@@ -1,6 +1,7 @@
 import errno
 import gc
 import io
+import os
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -106,7 +107,7 @@ def test_every_training_command_knows_the_names_of_peers(monkeypatch, module):
         ("-lr 1e-3", "'-lr' is neither a flag nor its value"),
         ("--demo run", "'run' is neither a flag nor its value"),
         ("--demo " + "x" * 999, "xxx' is neither a flag nor its value"),  # too long for a file's name
-        (f"--data_dir a {__file__}", "is one path too many: put --data_dir or --resume before it, or put a pattern in"),
+        (f"--data_dir a {__file__}", "is one path too many: put --data_dir or --resume before it; see"),
         ("--demo False", "'False' is neither a flag nor its value"),
         ("--demo=maybe", "--demo=maybe: it must be on or off"),
         ("--no_demo=False", "'False' is neither a flag nor its value"),
@@ -166,6 +167,16 @@ def test_help_of_a_module_shows_how_it_is_started(monkeypatch, capsys):
     assert help_of(SweepConfig, monkeypatch, capsys).startswith("usage: python -m measure.sweep [-h] [OPTIONS] FLAG=")
     monkeypatch.setattr(sys.modules["__main__"], "__spec__", None)
     assert help_of(sample.Flags, monkeypatch, capsys).startswith("usage: script [-h] [OPTIONS] MODEL")
+
+
+def test_help_may_lose_its_reader(monkeypatch):
+    reader, writer = os.pipe()
+    os.close(reader)  # as head does
+    monkeypatch.setattr(sys, "stdout", errors.Console(open(writer, "w")))
+    monkeypatch.setattr(sys, "argv", ["script", "--help"])
+    with pytest.raises(SystemExit) as ended:
+        parse(Config)
+    assert not ended.value.code
 
 
 @pytest.mark.parametrize("flags_type", [Config, hellaswag.Flags, export.Flags, fineweb.Flags, sample.Flags])

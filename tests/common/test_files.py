@@ -27,7 +27,7 @@ def test_only_regular_files_are_opened(tmp_path, case):
             read(path)
 
 
-NOT_JSON = ("", "hello", "1" * 10_000, b"\xff\xfe\xff", '{"number": 1')
+NOT_JSON = ("", "hello", "1" * 10_000, "[" * 10_000, b"\xff\xfe\xff", '{"number": 1')
 WRONG = ("7", "null", "[]", '"x"', "NaN", "{}", '{"number": null, "text": "x"}', '{"number": [1], "text": "x"}')
 
 
