@@ -40,7 +40,7 @@ from watch.run_log import RunLog
 
 
 def main():
-    if {"--ladder", "--ladder=on", "--ladder=True"} & set(sys.argv):
+    if any(argument.lower() in ("--ladder", "--ladder=on", "--ladder=true", "--ladder=1") for argument in sys.argv):
         from ladder import main as climb  # measures, and has more flags: no run imports it
 
         return climb()

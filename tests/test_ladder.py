@@ -131,7 +131,7 @@ def test_bad_ladders_end_in_one_line(monkeypatch, corpus, tmp_path):
 
     monkeypatch.chdir(tmp_path)
     assert "no 'sparse'; there are tf32" in error(train_gpt2, "--ladder", "--rungs", "sparse")
-    assert "--ladder_steps 0" in error(train_gpt2, "--ladder", "--ladder_steps", "0")
+    assert "--ladder_steps 0" in error(train_gpt2, "--ladder=1", "--ladder_steps", "0")
     assert "--profile" in error(train_gpt2, "--ladder", "--profile", "1")
     assert "no train shards in nowhere" in error(train_gpt2, "--ladder", "--data_dir", "nowhere")
 
