@@ -54,12 +54,9 @@ class BenchConfig(Config, Timing):
 
 def main():
     config, typed = read_command_line(BenchConfig)
-    if config.profile or config.memory_snapshot:
-        raise UserError("--profile and --memory_snapshot are for train_gpt2.py: both slow down what is measured here")
-    if config.ladder:
-        raise UserError("--ladder is for train_gpt2.py: leave it out")
-    if config.init_from != "scratch" or config.resume not in ("auto", "never"):
-        raise UserError("bench.py starts from random weights: leave out --init_from and --resume")
+    for name in ("profile", "memory_snapshot", "ladder", "init_from", "resume"):
+        if getattr(config, name) not in (getattr(Config, name), "never"):
+            raise UserError(f"--{name} is for train_gpt2.py: bench.py times steps from random weights; leave it out")
     distributed = process_group.start(config.device, config.tensor, config.context, config.pipeline)
     distributed.on_main(lambda: check_new(config.record))
     with out_of_memory(less_memory()):

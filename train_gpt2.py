@@ -205,7 +205,7 @@ def loop(run, tracer, stop):
     """The training loop, and the run's end. Returns the checkpoint that a diverged run goes back to, or else None."""
     config, checkpointer, log = run.trainer.config, run.checkpointer, run.log
     health = rollback.Health(run.start)
-    stop.end_at_once()  # until the first step, which compiles, is done: there is nothing to save
+    common.interrupt.end_at_once()  # until the first step, which compiles, is done: there is nothing to save
 
     while True:  # save before evaluating: an evaluation that fails loses nothing
         last = stop.agreed or run.step >= config.max_steps

@@ -20,8 +20,8 @@ def end(*_):
 
 
 def end_at_once():
-    """From now on Ctrl-C ends the process without clean-up, unless nohup or a shell made it ignore Ctrl-C."""
-    if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
+    """From now on Ctrl-C ends the process without clean-up; not if it is ignored, as under nohup, or StopSignal's."""
+    if signal.getsignal(signal.SIGINT) == signal.default_int_handler:
         signal.signal(signal.SIGINT, end)
 
 
@@ -41,23 +41,16 @@ class StopSignal:
         self.name = None  # of the first signal, such as "SIGTERM"
         self.agreed = False  # set by the training loop: it saves and stops
         self._time = 0.0
-        self._listens = False
 
     @property
     def requested(self):
         return self.name is not None
 
-    def end_at_once(self):
-        """As end_at_once(), unless it listens already."""
-        if not self._listens:
-            end_at_once()
-
     def listen(self):
-        """From now on signals are recorded; before, they end the process. Later calls do nothing."""
-        for number in () if self._listens else (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
+        """From now on signals are recorded; before, they end the process."""
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
             if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
                 signal.signal(number, self._handle)
-        self._listens = True
 
     def _handle(self, number, _):
         if self.name:

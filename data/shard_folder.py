@@ -7,17 +7,7 @@ import numpy as np
 
 from common.errors import UserError
 from common.files import lock, write_json
-from data.shards import (
-    FINEWEB,
-    FINEWEB_EDU,
-    MANIFEST,
-    UNFINISHED,
-    list_shards,
-    manifest_entry,
-    open_shard,
-    read_with_entries,
-    write_shard,
-)
+from data import shards
 from data.tokenizer import END_OF_TEXT
 
 
@@ -65,7 +55,7 @@ class ShardFolder:
 
     def __init__(self, path):
         self.path = Path(path)
-        self.unfinished, self._lock = self.path / UNFINISHED, self.path / "lock"
+        self.unfinished, self._lock = self.path / shards.UNFINISHED, self.path / "lock"
 
     def lock(self):
         """Create the folder if needed and lock it: returns a file that holds the lock until closed.
@@ -79,15 +69,15 @@ class ShardFolder:
         """The progress of an interrupted call, or None before its first shard. Raises UserError if the folder is
         complete."""
         if not self.unfinished.exists():
-            if existing := [*list_shards(self.path, "val"), *list_shards(self.path, "train")]:
+            if existing := [*shards.list_shards(self.path, "val"), *shards.list_shards(self.path, "train")]:
                 raise UserError(
                     f"{self.path} already holds {len(existing)} shards: choose another --out, or delete them"
                 )
             return None
         try:
-            progress = read_with_entries(self.unfinished, flags=dict, source=dict, state=list | None, skip=int)
+            progress = shards.read_with_entries(self.unfinished, flags=dict, source=dict, state=list | None, skip=int)
             for entry in progress["shards"]:
-                if not 0 < entry["tokens"] <= len(open_shard(self.path / entry["name"])):
+                if not 0 < entry["tokens"] <= len(shards.open_shard(self.path / entry["name"])):
                     raise ValueError(f"{entry['name']} does not have {entry['tokens']} tokens")
             return progress if progress["shards"] else None
         except (OSError, ValueError) as error:
@@ -96,20 +86,20 @@ class ShardFolder:
     def add(self, val, train, progress):
         """Write the next training shard, add to the validation shard, and write the progress; after the last shard
         write the manifest instead. Returns the progress with the shards' entries. Raises OSError."""
-        entries = list(progress["shards"])
+        entries, dataset = list(progress["shards"]), progress["source"].get("dataset")
+        name = {shards.FINEWEB_EDU: "edufineweb", shards.FINEWEB: "fineweb"}.get(dataset, "text")
         if not entries:
             write_json(self.unfinished, progress)  # marks the folder as not complete
         for index, tokens in ((0, val), (max(1, len(entries)), train)):
-            name = {FINEWEB_EDU: "edufineweb", FINEWEB: "fineweb"}.get(progress["source"].get("dataset"), "text")
             path = self.path / f"{name}_{'train' if index else 'val'}_{index:06d}.npy"
             if index < len(entries):  # an interrupted call may have added more than the entry counts
-                tokens = np.concatenate((open_shard(path)[: entries[index]["tokens"]], tokens))
+                tokens = np.concatenate((shards.open_shard(path)[: entries[index]["tokens"]], tokens))
             if len(tokens):
-                write_shard(path, tokens)
-                entries[index : index + 1] = [manifest_entry(path)]
+                shards.write_shard(path, tokens)
+                entries[index : index + 1] = [shards.manifest_entry(path)]
         progress = progress | dict(shards=entries)
         if progress["state"] is None:
-            write_json(self.path / MANIFEST, dict(source=progress["source"], shards=entries))
+            write_json(self.path / shards.MANIFEST, dict(source=progress["source"], shards=entries))
             self.unfinished.unlink()
             self._lock.unlink()  # a process that has opened it finds a complete folder
         else:

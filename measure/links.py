@@ -26,14 +26,9 @@ from parallel import process_group
 from watch.hardware import environment
 
 ELEMENT = 4  # bytes: float32, as gradients
-# Bus bandwidth over algorithm bandwidth on n ranks, by nccl-tests' definition: the share of S that each rank's link
-# carries in one direction. Bus bandwidths of different collectives and numbers of ranks compare with the link's.
-BUS_FACTORS = {
-    "all-reduce": lambda n: 2 * (n - 1) / n,
-    "all-gather": lambda n: (n - 1) / n,
-    "reduce-scatter": lambda n: (n - 1) / n,
-    "all-to-all": lambda n: (n - 1) / n,
-}
+# Bus bandwidth over algorithm bandwidth on n ranks, over (n - 1) / n, by nccl-tests' definition: a rank's link carries
+# so much of S in one direction. Bus bandwidths of different collectives and numbers of ranks compare with the link's.
+BUS_FACTORS = {"all-reduce": 2, "all-gather": 1, "reduce-scatter": 1, "all-to-all": 1}
 COLUMNS = ("collective", "size", "ms", "algorithm GB/s", "bus GB/s")
 NOTE = (
     "A GB of size is 2^30 bytes, a GB/s is 10^9 bytes/s. Algorithm bandwidth is size over time; bus bandwidth is what "
@@ -69,7 +64,7 @@ def measure_links(flags, distributed):
     for (name, factor), size in progress([*itertools.product(BUS_FACTORS.items(), sizes)], "links"):
         size, ms = time_collective(name, size, flags.repeats, distributed)
         rate = 1e-6 * size / ms
-        bus = rate * factor(distributed.world_size)
+        bus = rate * factor * (distributed.world_size - 1) / distributed.world_size
         row = dict(name=name, bytes=size, ms=ms, algorithm_gb_per_s=rate, bus_gb_per_s=bus, status="done", facts=facts)
         if results:
             texts = [name, tqdm.format_sizeof(size, "B", 2**10), f"{ms:.4f}", f"{rate:.4g}", f"{bus:.4g}"]

@@ -41,7 +41,7 @@ def test_a_record_has_all_steps_and_replaces_no_file(call_main, tmp_path):
     "flags, complaint",
     [
         ("--steps 0", "--steps 0"),
-        ("--init_from gpt2", "leave out --init_from and --resume"),
+        ("--init_from gpt2", "--init_from is for train_gpt2.py"),
         ("--ladder", "leave it out"),
         ("--profile 2", "--profile"),
     ],

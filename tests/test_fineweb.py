@@ -239,12 +239,12 @@ def test_an_interrupted_call_continues(command, documents, tmp_path, shard_size,
         f"import os, sys; sys.path.insert(0, {str(ROOT)!r})\n"
         "import fineweb\n"
         "from common import errors\n"
-        "from data import shard_folder\n"
+        "from data import shard_folder, shards\n"
         "if __name__ == '__main__':\n"
-        "    for name in ('write_shard', 'write_json'):\n"
-        "        def write(path, content, write=getattr(shard_folder, name)):\n"
+        "    for module, name in ((shards, 'write_shard'), (shard_folder, 'write_json')):\n"
+        "        def write(path, content, write=getattr(module, name)):\n"
         f"            os._exit(9) if '{after}' in path.name else write(path, content)\n"
-        "        setattr(shard_folder, name, write)\n"
+        "        setattr(module, name, write)\n"
         "    errors.run(fineweb.main)\n"
     )
     assert command(script, *arguments, "--out", "parts").returncode == 9

@@ -10,18 +10,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from checkpoints.run_folder import (
-    FLAGS,
-    LOCK,
-    checkpoints_of,
-    facts_of,
-    lock,
-    make_folder,
-    run_of,
-    set_aside_newer,
-    step_of,
-    unused_name,
-)
+from checkpoints import run_folder
 from common import flag_file
 from common.errors import UserError
 from common.files import atomic_write, write_json
@@ -58,23 +47,23 @@ class RunLog:
         self.wandb = WandbPage(config)
         weights = Path(config.init_from).resolve().name
         kind = "demo" if config.demo else config.model if weights == "scratch" else weights
-        self.folder = make_folder(config.log_dir, config.run_name, kind)
+        self.folder = run_folder.make_folder(config.log_dir, config.run_name, kind)
         try:
-            self._lock = lock(self.folder)
+            self._lock = run_folder.lock(self.folder)
             earlier = self._earlier_facts(resumed)
             self.facts = dict(vars(config), run_name=self.folder.name, world_size=distributed.world_size)
             self.facts |= environment(device) | dict(started_in=os.getcwd(), finished=False, wandb_id=None)
             self.facts["dataset"] = dataset_name(config.data_dir)
             self.facts["rollbacks"] = training.get("rollbacks", []) if training else []
             if earlier and self.first_step >= config.max_steps:  # no step follows: the run stays as it is
-                if step_of(checkpoints_of(self.folder)[0]) > self.first_step:
+                if run_folder.step_of(run_folder.checkpoints_of(self.folder)[0]) > self.first_step:
                     raise UserError(
                         f"{resumed} has reached --max_steps {config.max_steps}, and {self.folder} has newer "
                         "checkpoints: raise it to go back, or choose another --run_name"
                     )
                 self.facts, self.flags = earlier | dict(finished=False, wandb_id=earlier.get("wandb_id")), None
             elif earlier:
-                goes_back = set_aside_newer(self.folder, self.first_step)
+                goes_back = run_folder.set_aside_newer(self.folder, self.first_step)
                 # wandb's step cannot decrease, so a run that goes back has a new page
                 self.facts["wandb_id"] = None if goes_back else earlier.get("wandb_id")
                 self.facts["resume"] = earlier.get("resume")  # where a branch began; its command may be repeated
@@ -179,13 +168,13 @@ class RunLog:
 
         Raises UserError for a folder that is not a run's, and for a run that must not be overwritten.
         """
-        if all(path.name == LOCK or path.suffix == ".unfinished" for path in self.folder.iterdir()):
+        if all(path.name == run_folder.LOCK or path.suffix == ".unfinished" for path in self.folder.iterdir()):
             return None
-        facts = facts_of(self.folder)
+        facts = run_folder.facts_of(self.folder)
         if "finished" not in facts:
             raise UserError(f"{self.folder} is not a run's folder: choose another --run_name")
-        own = resumed and run_of(resumed).resolve() == self.folder.resolve()
-        if not own and (facts["finished"] or checkpoints_of(self.folder)):
+        own = resumed and run_folder.run_of(resumed).resolve() == self.folder.resolve()
+        if not own and (facts["finished"] or run_folder.checkpoints_of(self.folder)):
             raise UserError(f"{self.folder} already holds a run: choose another --run_name, or delete it")
         return facts if own else None
 
@@ -193,7 +182,7 @@ class RunLog:
         """(file, rows): a log opened for appending, and the parsed lines that it keeps from the earlier run."""
         path = self.folder / name
         if path.exists() and not continues:  # an earlier run ended before its first checkpoint
-            path.rename(unused_name(path.with_name(name + ".old")))
+            path.rename(run_folder.unused_name(path.with_name(name + ".old")))
         # without an incomplete last line
         lines = path.read_text(errors="replace").split("\n")[:-1] if path.exists() else []
         first, last = self.first_step, self.first_step == self.config.max_steps
@@ -217,7 +206,7 @@ class RunLog:
         if flags.init_from != "scratch":  # sizes that were chosen by the weights and the data
             sizes = {name: getattr(self.config, name) for name in ("seq_len", "total_batch_size")}
             flags = dataclasses.replace(flags, **sizes)
-        flag_file.write(self.folder / FLAGS, chosen_flags(flags), Config)
+        flag_file.write(self.folder / run_folder.FLAGS, chosen_flags(flags), Config)
 
     def _print(self, step, *columns):
         """Columns that are None, False or 0 are left out."""
