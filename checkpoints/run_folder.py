@@ -31,7 +31,7 @@ def make_folder(log_dir, run_name, kind):
             folder.mkdir(parents=True, exist_ok=run_name is not None)
             return folder
         except OSError as error:
-            if run_name is not None or not isinstance(error, FileExistsError):  # else another process was faster
+            if run_name is not None or not folder.exists():  # else another process was faster
                 raise UserError(f"cannot make {error.filename}: {error.strerror}; choose another --log_dir") from error
 
 

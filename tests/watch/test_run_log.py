@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from checkpoints.resume import continues
-from checkpoints.run_folder import checkpoints_of, step_of
+from checkpoints.run_folder import checkpoints_of, make_folder, step_of
 from common.errors import UserError
 from config import Config
 from measure.results import Results
@@ -141,6 +141,9 @@ def test_a_folder_that_cannot_be_written(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="--log_dir"):
         make_log(tmp_path / "file")
+    (tmp_path / "log").symlink_to("of/a/disk/that/is/not/mounted")
+    with pytest.raises(UserError, match="cannot make .*log: File exists; choose another --log_dir"):
+        make_folder(tmp_path / "log", None, "gpt2")
 
 
 def test_a_resumed_run_repeats_no_line(tmp_path):
