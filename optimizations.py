@@ -179,10 +179,9 @@ def plan_switches(config):
     """{optimization: whether it is on}, for the plan. Rows that are off by default appear only when they are on."""
     switches = {}
     for row in OPTIMIZATIONS:
-        value, on = getattr(config, row.flag), row.is_on(config)
-        name = row.flag if row.is_switch else f"{row.flag} {value}"
+        on = row.is_on(config)
         if (row.is_switch or row.on or row.off[row.flag] == "off") and (on or row.default):
-            switches[name] = on or switches.get(name, False)
+            switches[row.name if row.is_switch or not on else f"{row.flag} {getattr(config, row.flag)}"] = on
     return switches
 
 

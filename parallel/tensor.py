@@ -93,12 +93,6 @@ def split(model, mesh, seq_len):
             x = x.to(torch.get_autocast_dtype(x.device.type))  # LayerNorm's output is float32: half the bytes to send
         return x.redistribute(placements=[Replicate()])
 
-    def gather_input(module, inputs, mesh):
-        return gather(*inputs)
-
-    def gather_output(module, output, mesh):
-        return gather(output)
-
     def scatter(module, output, mesh):
         return output.redistribute(placements=[residual()]).to_local()
 
@@ -112,12 +106,12 @@ def split(model, mesh, seq_len):
             (block.ln_2, block.mlp.c_fc, block.mlp.c_proj),
         ):
             distribute_module(norm, mesh, None, enter(residual))
-            distribute_module(first, mesh, by_rows, gather_input, local)
+            distribute_module(first, mesh, by_rows, lambda module, inputs, mesh: gather(*inputs), local)
             distribute_module(second, mesh, by_columns, enter(lambda: Shard(-1)), scatter)
     distribute_module(model.transformer.wte, mesh, by_rows, enter(Replicate), scatter)
     distribute_module(model.transformer.wpe, mesh, None, enter_positions, local)
     # the head takes a DTensor: its logits are split by columns, and F.cross_entropy computes in parallel
-    distribute_module(model.transformer.ln_f, mesh, None, enter(residual), gather_output)
+    distribute_module(model.transformer.ln_f, mesh, None, enter(residual), lambda module, output, mesh: gather(output))
 
 
 def return_full_tensors(model):

@@ -206,7 +206,7 @@ def test_the_plan_says_what_runs(train):
         r"model +2 layers, 2 heads, 32 wide; 1,6\d\d,\d{3} parameters",
         r"batch +128 tokens = 4 sequences × 16 tokens × 2 accumulated × 1 rank",
         r"training +3 steps, 384 tokens, 0.09 epochs",
-        r"on +flash, pad_vocab, fused_adamw \(off: tf32, autocast off, compile, cuda_graphs, .*, attention sdpa\)",
+        r"on +flash, pad_vocab, fused_adamw \(off: tf32, bf16, compile, cuda_graphs, .*, flash4\)",
         r"data +.*corpus: 3 train shards, 4,200 tokens; 1 val, 384 of 400 tokens",
         r"step +2/3 \| loss 1\d\.\d{6} \| lr .* \| norm .* ms \| [\d,]+ tok/s \| 00:0\d left",
         r"validation loss 10\.\d{4} -> 10\.\d{4} in 3 steps; 384 tokens in all",
