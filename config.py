@@ -308,7 +308,8 @@ def check_traced_steps(config, step, device):
     traced = range(step + SETTLING_STEPS, step + SETTLING_STEPS + steps)
     if steps and config.max_steps < traced.stop:
         raise UserError(f"--{name} {steps} starts after {SETTLING_STEPS} steps: use --max_steps {traced.stop} or more")
-    for interval, every in ((interval, getattr(config, interval)) for interval in INTERVALS):
+    for interval in INTERVALS:
+        every = getattr(config, interval)
         if every and any(step % every == 0 for step in traced):
             raise UserError(f"--{interval} {every} falls among the steps that --{name} traces: use --{interval} 0")
 

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 
 from checkpoints.formats import plain_names, read, stored_layout
-from common.device import local
+from common.device import fill, local
 from common.files import read_json
 from data.tokenizer import VOCAB_SIZE
 from model import GPTConfig
@@ -112,10 +112,9 @@ def read_weights(name):
 
 
 @torch.no_grad()
-def fill_weights(model, weights, fill=torch.Tensor.copy_):
-    """Copy a dict like host_weights' into a model; plain_names() says which names it may have.
+def fill_weights(model, weights):
+    """Copy a dict like host_weights' into a model, which may be sharded; plain_names() says which names it may have.
 
-    fill(parameter, weight) copies each into its parameter, which may be sharded over ranks.
     Raises ValueError when a weight is missing or has another shape.
     """
     weights = plain_names(weights)

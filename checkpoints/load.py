@@ -15,7 +15,6 @@ from checkpoints import formats, pieces
 from checkpoints.hugging_face import WEIGHTS, fill_weights, read_config, read_weights
 from checkpoints.run_folder import STATE, TRAINING, checkpoints_of, facts_of
 from common.cli import progress
-from common.device import fill
 from common.errors import UserError, first_line
 from common.files import digest, json_digest, read_json
 from data.tokenizer import VOCAB_SIZE
@@ -144,7 +143,7 @@ def load_weights(name, model):
             targets = {own: formats.stored_layout(own, each.detach()) for own, each in model.named_parameters()}
             pieces.load(name, files, targets)
         else:
-            fill_weights(model, formats.load(name)[1] if is_torch_file(name) else read_weights(name), fill)
+            fill_weights(model, formats.load(name)[1] if is_torch_file(name) else read_weights(name))
 
 
 def is_torch_file(name):

@@ -81,15 +81,13 @@ class TokenStream:
         windows = [order[i : i + SHUFFLE_WINDOW].tolist() for i in range(0, len(order), SHUFFLE_WINDOW)]
         ends = np.cumsum([sum(len(self.shards[shard]) for shard in window) for window in windows])
         w = int(np.searchsorted(ends, offset, side="right"))
-        shard, stop, length = [], [], []
+        parts = []
         for index in windows[w]:
-            size = len(self.shards[index])
             # 0 too: a shard may begin with the rest of a document
             starts = np.union1d([0], self.shards[index].document_starts() if self.shuffle else [0])
-            shard.append(np.full(len(starts), index))
-            stop.append(np.append(starts[1:], size))
-            length.append(np.diff(starts, append=size))
-        shard, stop, length = (np.concatenate(parts) for parts in (shard, stop, length))
+            stops = np.append(starts[1:], len(self.shards[index]))
+            parts.append(np.stack((np.full_like(stops, index), stops, stops - starts)))
+        shard, stop, length = np.concatenate(parts, axis=1)
         if self.shuffle:
             order = np.random.default_rng([self.seed, epoch, *windows[w]]).permutation(len(stop))
             shard, stop, length = shard[order], stop[order], length[order]

@@ -25,13 +25,13 @@ def make_optimizer(model, config):
 def make_muon(model, config):
     from optim.muon import Muon
 
-    matrices = {}  # Muon's, by shape
+    matrices, rest = {}, []  # matrices: Muon's, by shape
     for name, parameter in model.named_parameters():
         if name.startswith("transformer.h.") and parameter.dim() == 2:
             parts = 3 if name.endswith("c_attn.weight") else 1  # q, k and v lie one above the other
             matrices.setdefault((parameter.shape, parts), []).append(parameter)
-    taken = {id(parameter) for each in matrices.values() for parameter in each}
-    rest = [parameter for parameter in model.parameters() if id(parameter) not in taken]
+        else:
+            rest.append(parameter)
     adamw = make_adamw(rest, config, config.adamw_lr)
     if not matrices:  # a rank of --pipeline without blocks
         return adamw
