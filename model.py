@@ -87,7 +87,10 @@ class CausalSelfAttention(nn.Module):
             y = varlen_attn(q, k, v, documents.offsets, documents.offsets, T, T, window_size=(-1, 0))  # causal
             return self.c_proj(y.reshape(B, T, C))
         q, k, v = (part.view(B, T, n_head, -1).transpose(1, 2) for part in qkv.split(C, dim=2))  # (B, H, T, C/H)
-        k, v = past.append(k, v) if past else (k, v)
+        if past:  # the keys and values of earlier tokens
+            k, v = torch.cat((past[0], k), dim=2), torch.cat((past[1], v), dim=2)  # (B, H, S, C/H)
+        if past is not None:
+            past[:] = k, v
         # flash: one kernel that never writes the (T, T) matrix to memory (Dao et al. 2022)
         if self.attention != "written_out" and k.size(2) == T:
             mask = None if documents.hidden is None else ~documents.hidden
@@ -135,10 +138,10 @@ class Block(nn.Module):
 
 
 class Cache:
-    """The KV cache: keys and values of earlier tokens."""
+    """The KV cache: for each layer [keys, values] of all tokens so far, (B, H, S, D) each; at first []."""
 
     def __init__(self, n_layer, device):
-        self.layers = [PastKeysValues() for _ in range(n_layer)]
+        self.layers = [[] for _ in range(n_layer)]
         self.length, self.device = 0, device
 
     def reserve(self, T):
@@ -146,20 +149,6 @@ class Cache:
         self.positions = torch.arange(self.length, self.length + T, device=self.device)
         self.length += T
         return self.positions
-
-
-class PastKeysValues:
-    """One layer of a Cache."""
-
-    def __init__(self):
-        self.k = self.v = None
-
-    def append(self, k, v):
-        """Add the keys and values of T tokens, (B, H, T, D) each. Returns all so far, (B, H, S, D)."""
-        if self.k is not None:
-            k, v = torch.cat((self.k, k), dim=2), torch.cat((self.v, v), dim=2)
-        self.k, self.v = k, v
-        return k, v
 
 
 class GPT(nn.Module):

@@ -26,32 +26,13 @@ class Start:
     weights: str | Path | None  # a checkpoint, a Hugging Face folder, ...; None: random weights
     sizes: GPTConfig | None  # of these weights
 
-    @property
-    def step(self):
-        return self.training["step"] if self.training else 0
-
-    @property
-    def tokens(self):
-        return self.training["tokens"] if self.training else 0
-
-    @property
-    def rollbacks(self):
-        """Those of the run before this start, see watch/rollback.py."""
-        return self.training["rollbacks"] if self.training else []
-
-    @property
-    def position(self):
-        """In the data: the tokens that the run has trained on, or skipped."""
-        return self.tokens + sum(rollback["skipped_tokens"] for rollback in self.rollbacks)
-
-    @property
-    def trained_seconds(self):
-        return self.training.get("trained_seconds", 0.0) if self.training else 0.0
-
-    @property
-    def lost_seconds(self):
-        """Of the steps that were rolled back."""
-        return sum(rollback["lost_seconds"] for rollback in self.rollbacks)
+    def __post_init__(self):
+        so_far = dict(step=0, tokens=0, trained_seconds=0.0, rollbacks=[]) | (self.training or {})
+        self.step, self.tokens, self.trained_seconds = (so_far[name] for name in ("step", "tokens", "trained_seconds"))
+        self.rollbacks = so_far["rollbacks"]  # of the run before this start, see watch/rollback.py
+        # in the data: the tokens that the run has trained on, or skipped
+        self.position = self.tokens + sum(rollback["skipped_tokens"] for rollback in self.rollbacks)
+        self.lost_seconds = sum(rollback["lost_seconds"] for rollback in self.rollbacks)  # of steps rolled back
 
 
 def find_start(config, distributed):

@@ -114,7 +114,8 @@ def test_minutes_become_steps():
     assert steps_in_time(config, 0, fresh) == 7  # no step is known
     assert steps_in_time(config, 10, fresh, seconds=30) == 40
     assert steps_in_time(config, 41, fresh, seconds=121) == 41  # the time is over
-    back = resume.Start(None, dict(step=10, trained_seconds=30, rollbacks=[dict(step=10, lost_seconds=60)]), None, None)
+    rollback = dict(step=10, skipped_tokens=0, lost_seconds=60)
+    back = resume.Start(None, dict(step=10, trained_seconds=30, rollbacks=[rollback]), None, None)
     assert steps_in_time(config, 10, back) == 20
     assert steps_in_time(config, 15, back, seconds=30) == 15
 
