@@ -80,6 +80,8 @@ def time_steps(config, distributed, typed):
     config, notes = resolve(config, distributed, free_memory(distributed), typed=typed)
     for line in note_lines(notes) if distributed.is_main else ():
         print(f"note       {line}")
+    if distributed.is_main and distributed.device.type == "cpu" and config.model != "tiny":
+        print(f"note       a step of {config.total_batch_size:,} tokens takes long on a CPU: --model tiny has 1,024")
     trainer = build(config, distributed)
     B, T = config.micro_batch_size, config.seq_len
     tokens = torch.randint(END_OF_TEXT, (B, T + 1))
