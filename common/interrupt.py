@@ -20,7 +20,7 @@ def end(*_):
 
 
 def end_at_once():
-    """From now on Ctrl-C ends the process without clean-up; not if it is ignored, as under nohup, or StopSignal's."""
+    """From now on Ctrl-C ends the process without clean-up; not where it is ignored, or StopSignal's."""
     if signal.getsignal(signal.SIGINT) == signal.default_int_handler:
         signal.signal(signal.SIGINT, end)
 
