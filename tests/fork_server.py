@@ -224,6 +224,15 @@ def descendants(pid):
     return found
 
 
+def running(pid):
+    """Whether a process exists and is not a zombie (Linux)."""
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
 def end_descendants(pid, keep=()):
     """Kill what a process has started, except for the numbers in `keep`, and wait for its end."""
     import time

@@ -12,6 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from conftest import ROOT, expect_error, wait_until
+from fork_server import running
 
 import fineweb
 from common.errors import UserError
@@ -283,11 +284,3 @@ def test_a_killed_call_ends_its_workers(command, tmp_path):
     assert command("fineweb.py", *arguments).returncode == 0
     entries = json.loads((tmp_path / "d" / "shards.json").read_text())["shards"]
     assert all(digest(tmp_path / "d" / entry["name"]) == entry["sha256"] for entry in entries)
-
-
-def running(pid):
-    """Whether a process exists and is not a zombie."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False

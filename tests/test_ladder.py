@@ -4,12 +4,11 @@ import json
 import signal
 import sys
 import types
-from pathlib import Path
 
 import pytest
 import torch
 from conftest import ROOT, TINY, begin, expect_error, metrics, wait_until
-from fork_server import TIMEOUT, descendants
+from fork_server import TIMEOUT, descendants, running
 
 import ladder
 import train_gpt2
@@ -155,12 +154,7 @@ def test_a_stopped_ladder_leaves_no_run_behind(corpus, tmp_path):
     process.send_signal(signal.SIGTERM)
     process.wait(TIMEOUT)
     assert process.returncode == 143 and runs
-    wait_until(lambda: not any(map(is_alive, runs)))
-
-
-def is_alive(pid):
-    stat = Path(f"/proc/{pid}/stat")
-    return stat.exists() and stat.read_text().rpartition(") ")[2][0] != "Z"
+    wait_until(lambda: not any(map(running, runs)))
 
 
 def test_defaults_without_a_gpu(monkeypatch):
