@@ -26,8 +26,8 @@ from parallel import process_group
 from watch.hardware import environment
 
 ELEMENT = 4  # bytes: float32, as gradients
-# Bus bandwidth over algorithm bandwidth on n ranks, over (n - 1) / n, by nccl-tests' definition: a rank's link carries
-# so much of S in one direction. Bus bandwidths of different collectives and numbers of ranks compare with the link's.
+# Bus bandwidth on n ranks is algorithm bandwidth times this and (n - 1) / n, by nccl-tests' definition: what a rank's
+# link carries in one direction. Bus bandwidths of different collectives and numbers of ranks compare with the link's.
 BUS_FACTORS = {"all-reduce": 2, "all-gather": 1, "reduce-scatter": 1, "all-to-all": 1}
 COLUMNS = ("collective", "size", "ms", "algorithm GB/s", "bus GB/s")
 NOTE = (
