@@ -22,13 +22,13 @@ from common.errors import UserError, run
 from config import SETTLING_STEPS, Config, read_command_line
 from measure import figures
 from measure.child_run import OUT_OF_MEMORY, SPEED, begin, count_devices, finish, speed
-from measure.turns import ROUNDS, STUDENT_T, measure
+from measure.turns import FIRST_STEPS, ROUNDS, STUDENT_T, measure
 from optimizations import RUNGS, turn_off_unavailable
 from parallel.memory import bytes_of_states, params_of_rank
 from parallel.process_group import Distributed
 
 COLUMNS = ("rung", *SPEED, "× before", "95%", "× first", "loss")
-LOSS_STEP = 10
+LOSS_STEP = FIRST_STEPS + ROUNDS  # every run takes as many
 NOTE = (
     f"A rung is timed in turn with the rung before, in {ROUNDS} to {max(STUDENT_T)} rounds: × before is the mean of "
     "their ratios, with its 95% interval; ≈: the interval holds 1. × first is tokens/sec over the baseline's. Losses "
@@ -53,8 +53,8 @@ class Ladder:
         ),
     ] = "all"
     ladder_seconds: float = flag(5.0, at_least=0)
-    """Seconds that each rung is timed, in turn with the rung before; on GPUs up to four times as many while its gain is
-    uncertain by more than 0.6%."""
+    """Seconds that each rung is timed, in turn with the rung before; on GPUs more, in up to 20 rounds, while its gain
+    is uncertain by more than 0.6%."""
     ladder_steps: int = flag(5, at_least=ROUNDS)
     """Steps that each rung is timed, at least."""
 

@@ -8,6 +8,7 @@ from common.interrupt import StopSignal
 
 import math
 import statistics
+import time
 
 import torch
 
@@ -17,15 +18,17 @@ from config import INTERVALS, chosen_flags, resolve
 from data.loader import Loader, open_streams
 from data.shards import dataset_name
 from measure.child_run import ChildRun, explain, run_config, shown_command
-from parallel import memory, process_group
+from optim.schedules import accumulation_steps
+from parallel import gradients, memory, process_group
 from train_gpt2 import build, train_step
 from watch.hardware import environment, flops_per_token, mfu, peak_flops, peak_memory
 
-FIRST_STEPS = 3  # for compilation; what else has to settle does so in the first step of each turn
+FIRST_STEPS = 3  # for compilation and the optimizer's states
 # Rounds in turn, and Student's t of a gain's 95% interval after them; more while it is wider than PRECISION to a side.
 # Of intervals that are looked at five times, 92 to 95% hold the gain
 STUDENT_T = {5: 2.776, 7: 2.447, 10: 2.262, 14: 2.160, 20: 2.093}
 ROUNDS = min(STUDENT_T)
+TURNS = 10  # of a run, in the seconds that it is timed, unless a step is longer: turns differ more than a turn's steps
 PRECISION = 0.006
 
 
@@ -96,12 +99,12 @@ def compare(first, second, seconds, steps):
     over the rounds of the ratios of tokens/sec, its 95% interval, whether that does not hold 1, and the two rates of
     each round.
 
-    Each is timed for `seconds` and `steps` steps, or longer: on GPUs up to four times as long while the gain is less
-    certain than PRECISION. A CPU's steps vary too much for it.
+    Each is timed for `seconds` and `steps` steps, or longer: on GPUs for up to 20 rounds while the gain is less certain
+    than PRECISION. A CPU's steps vary too much for it.
     """
-    shares = {}  # the steps of a turn: ROUNDS turns have the seconds and the steps
+    shares = {}  # the steps of a turn
     for run in (first, second):
-        shares[run] = max(math.ceil(steps / ROUNDS), math.ceil(seconds / ROUNDS / run.seconds))
+        shares[run] = max(math.ceil(steps / ROUNDS), round(seconds / TURNS / run.seconds))
     rounds = []
     for count, student_t in STUDENT_T.items():
         for number in range(len(rounds), count):  # A B, B A, A B, ...: a drift of the clock cancels
@@ -109,7 +112,8 @@ def compare(first, second, seconds, steps):
             rounds.append((rates[first], rates[second]))
         logs = [math.log(own / before) for before, own in rounds]
         mean, margin = statistics.mean(logs), student_t * statistics.stdev(logs) / math.sqrt(count)
-        if margin <= PRECISION or second.facts["cuda"] is None:
+        timed = min(count * share * run.seconds for run, share in shares.items())
+        if round(timed) >= round(seconds) and (margin <= PRECISION or second.facts["cuda"] is None):
             break
     ratio, low, high = map(math.exp, (mean, mean - margin, mean + margin))
     return dict(ratio=ratio, low=low, high=high, is_clear=not low <= 1 <= high, rounds=rounds)
@@ -121,8 +125,11 @@ def take_turns(config, pipe):
     start = resume.find_start(config, distributed)
     config, _ = resolve(config, distributed, memory.free_memory(distributed), start, chosen_flags(config))
     stream, _, _ = open_streams(config, distributed)
-    loader = Loader(stream, config.micro_batch_size, config.seq_len, distributed)
+    loader, other = (Loader(stream, config.micro_batch_size, config.seq_len, distributed) for _ in range(2))
+    first_batch = other.next_batch()
     trainer = build(config, distributed, start.weights, start.sizes)
+    # before a turn a micro-batch takes back the memory that the other run had; a pipeline's schedule has all of a step
+    untimed = 1 if config.pipeline == 1 else accumulation_steps(config, distributed.data_size)
     device, stop, step = distributed.device, StopSignal(), 0
     if distributed.is_main:
         facts = dict(vars(config), world_size=distributed.world_size, dataset=dataset_name(config.data_dir))
@@ -130,15 +137,19 @@ def take_turns(config, pipe):
         facts |= dict(peak_flops=peak_flops(device) * distributed.world_size)
         pipe.send(facts | environment(device))
     while True:
-        results = []
-        # the first step of a turn takes back the memory that the other run had, and is not timed
-        for _ in range(pipe.recv() + 1):
+        steps, results = pipe.recv(), []
+        trainer.accumulate(trainer, lambda: first_batch, untimed, stop).item()  # waits for the GPU
+        gradients.zero(trainer)
+        for _ in range(steps):
             if pipe.poll():  # closed: the process that asks has ended
                 raise EOFError
             results.append(train_step(trainer, step, loader.next_batch, stop))
             step += 1
+        seconds, losses = [result.seconds for result in results], [result.loss for result in results]
         if device.type == "cuda":
+            ended = time.perf_counter()
+            torch.cuda.synchronize()
+            seconds[-1] += time.perf_counter() - ended  # of the last update; a step's time has the update before it
             torch.cuda.empty_cache()
-        seconds, losses = [result.seconds for result in results[1:]], [result.loss for result in results]
         if distributed.is_main:
             pipe.send((seconds, losses, results[0].tokens, peak_memory(device)))
