@@ -28,11 +28,10 @@ from parallel.memory import bytes_of_states, params_of_rank
 from parallel.process_group import Distributed
 
 COLUMNS = ("rung", *SPEED, "× before", "95%", "× first", "loss")
-LOSS_STEP = FIRST_STEPS + ROUNDS  # every run takes as many
 NOTE = (
     f"A rung is timed in turn with the rung before, in {ROUNDS} to {max(STUDENT_T)} rounds: × before is the mean of "
     "their ratios, with its 95% interval; ≈: the interval holds 1. × first is tokens/sec over the baseline's. Losses "
-    f"are those of step {LOSS_STEP}: compare only rows with the same recipe and tokens a step."
+    f"are those of step {FIRST_STEPS}: compare only rows with the same recipe and tokens a step."
 )
 FIRST_MICRO_BATCH = 32  # of the first rungs on a GPU, halved until it fits: with all off it needs 56 GB
 DRIFT = 0.1  # change of the baseline's speed, by other programs or the clock, that is reported
@@ -89,7 +88,7 @@ def climb(config, typed=()):
     def add(row, rung, own=None):
         if own:
             rates = [each["tokens_per_sec"] for each in [*results.done[:1], row]]
-            row |= dict(times_first=rates[-1] / rates[0], loss=own.losses[LOSS_STEP - 1])
+            row |= dict(times_first=rates[-1] / rates[0], loss=own.losses[FIRST_STEPS - 1])
         results.add(row | dict(rung=rung), cells(row, rung), NOTE, partial(figures.ladder, results.rows))
 
     device = torch.device(choose_device_type(config.device))

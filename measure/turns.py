@@ -23,7 +23,7 @@ from parallel import gradients, memory, process_group
 from train_gpt2 import build, train_step
 from watch.hardware import environment, flops_per_token, mfu, peak_flops, peak_memory
 
-FIRST_STEPS = 3  # for compilation and the optimizer's states
+FIRST_STEPS = 5  # for compilation and the optimizer's states; training goes no further
 # Rounds in turn, and Student's t of a gain's 95% interval after them; more while it is wider than PRECISION to a side.
 # Of intervals that are looked at five times, 92 to 95% hold the gain
 STUDENT_T = {5: 2.776, 7: 2.447, 10: 2.262, 14: 2.160, 20: 2.093}
@@ -120,7 +120,11 @@ def compare(first, second, seconds, steps):
 
 
 def take_turns(config, pipe):
-    """The work of a TimedRun's processes: as many steps as the pipe asks for, until it is closed."""
+    """The work of a TimedRun's processes: as many steps as the pipe asks for, until it is closed.
+
+    After the first turn the learning rate is 0. A GPU's clock depends on the numbers that it computes with, by 1 to 2%
+    in the first 60 steps, and of two runs in turn one has more steps behind it.
+    """
     distributed = process_group.start(config.device, config.tensor, config.context, config.pipeline)
     start = resume.find_start(config, distributed)
     config, _ = resolve(config, distributed, memory.free_memory(distributed), start, chosen_flags(config))
@@ -151,5 +155,7 @@ def take_turns(config, pipe):
             torch.cuda.synchronize()
             seconds[-1] += time.perf_counter() - ended  # of the last update; a step's time has the update before it
             torch.cuda.empty_cache()
+        for group in trainer.optimizer.param_groups:
+            group["peak"] = 0.0
         if distributed.is_main:
             pipe.send((seconds, losses, results[0].tokens, peak_memory(device)))

@@ -14,8 +14,8 @@ import ladder
 import train_gpt2
 from common.errors import UserError
 from config import Config, defaults
-from ladder import LOSS_STEP
 from measure import child_run
+from measure.turns import FIRST_STEPS
 from optim import schedules
 from optimizations import RUNGS
 
@@ -103,7 +103,7 @@ def test_a_ladder_climbs(train, tmp_path):
     assert (folder / "ladder.png").read_bytes().startswith(b"\x89PNG")
 
     # a rung is what its command trains
-    again = train("again", *flash["command"].removeprefix("python train_gpt2.py ").split(), "--max_steps", LOSS_STEP)
+    again = train("again", *flash["command"].removeprefix("python train_gpt2.py ").split(), "--max_steps", FIRST_STEPS)
     assert metrics(again)[-1]["train_loss"] == flash["loss"]
     # its folder is taken, for a ladder and for a run
     expect_error(train("climb", "--ladder", fails=True), "climb", "--run_name")

@@ -3,8 +3,10 @@
 import math
 
 import pytest
+from texts import write_corpus
 
-from measure.turns import compare
+from config import INTERVALS, Config
+from measure.turns import FIRST_STEPS, TimedRun, compare
 
 
 class Clock:
@@ -33,7 +35,7 @@ def test_the_gain_is_that_of_the_rounds_in_turn():
 
 @pytest.mark.parametrize("step, rounds, share", [(0.85, 7, 1), (0.98, 5, 1), (0.1, 10, 5)])
 def test_the_rounds_have_the_seconds(step, rounds, share):
-    """Long steps have a turn each: five of 0.85 s would be 4.25 s of the 5 asked for. A turn has 0.5 s of short ones."""
+    """Long steps have a turn each: five of 0.85 s are 4.25 s of the 5 asked for. A turn has 0.5 s of short ones."""
     turns = []
     compare(Clock("A", [1] * 20, turns, step), Clock("B", [1] * 20, turns, step), seconds=5, steps=5)
     assert [steps for _, steps in turns] == [share] * 2 * rounds
@@ -52,3 +54,15 @@ def test_the_interval_gets_more_rounds_while_it_is_wide(spread, rounds, student_
     assert math.log(gain["ratio"]) == pytest.approx(mean)
     assert math.log(gain["high"] / gain["ratio"]) == pytest.approx(student_t * deviation / math.sqrt(rounds))
     assert gain["is_clear"] == (gain["low"] > 1)
+
+
+def test_after_the_first_steps_the_weights_stay_as_they_are(tmp_path):
+    """A step reads all the tokens that there are, so equal weights have equal losses."""
+    write_corpus(tmp_path, sizes=(400, 128))
+    small = dict(n_layer=1, n_head=2, n_embd=32, seq_len=32, total_batch_size=128, micro_batch_size=2, lr=1e-2)
+    plain = dict(device="cpu", compile=False, shuffle=False, warmup_steps=0, **dict.fromkeys(INTERVALS, 0))
+    run = TimedRun(Config(data_dir=str(tmp_path), **small, **plain), 1, tmp_path / "output.txt")
+    run.train(2)
+    run.train(1)
+    run.close()
+    assert len(set(run.losses)) == FIRST_STEPS + 1 and len(set(run.losses[FIRST_STEPS:])) == 1
