@@ -174,9 +174,10 @@ def test_on_against_off_on_two_ranks(train, script, name):
 
 
 def test_each_flag_of_the_recipe_changes_the_losses_after_the_first():
-    without, _ = three_steps_once()
+    fast = dict(lr=1e-2)  # with 3e-4 some CPUs round the difference away
+    without = losses(**fast)
     for flag in RUNGS["recipe"].off:
-        with_it = losses(**{flag: getattr(Config(), flag)})
+        with_it = losses(**fast | {flag: getattr(Config(), flag)})
         assert with_it[0] == without[0] and with_it[1:] != without[1:], flag
 
 
