@@ -1,0 +1,199 @@
+"""What may follow Muon: candidates from modded-nanogpt's optimizer track, each alone or several, for one GPU.
+
+    python -m dev.candidates normuon --optimizer muon --max_steps 1090 --total_batch_size 131072
+    python -m dev.candidates nesterov=0.3,average=0.4 --optimizer muon --run_name both
+
+Trains as train_gpt2.py, with its flags. Checkpoints hold no state of the candidates, so such a run cannot be resumed.
+What a candidate gains against tuned Muon, from paired seeds, is in dev/LOG.md; one that pays moves to optim/muon.py.
+"""
+
+import common.interrupt  # noqa: F401  first: Ctrl-C during the other imports
+
+import math
+import sys
+from dataclasses import replace
+
+import torch
+
+import train_gpt2
+from common.errors import UserError, run
+from optim import optimizer as optimizers
+from optim import schedules
+from optim.muon import Muon, orthogonalize_parts
+
+# {name: (the value with the name alone, what it is)}
+CANDIDATES = {
+    "nesterov": (0.3, "EMA-Nesterov (arXiv 2605.25395): every step also goes this share of the updates' running mean"),
+    "average": (0.4, "at the end, this share of the weights' running mean over 75 steps is mixed in"),
+    "normuon": (0.95, "NorMuon (arXiv 2510.05491): rows of an update divided by the root of their mean square"),
+    "rows": (1.0, "Muown (arXiv 2605.10797): rows as length times direction; Muon for these, Adam for lengths"),
+    "cautious": (1.0, "cautious weight decay (arXiv 2510.12402): only where the update has the weight's sign"),
+    "power": (1.2, "the learning rate's decay to this power"),
+    "cooldown": (0.8, "the matrices' learning rate decays over this share of the steps"),
+    "momentum": (0.85, "momentum rises from this value to --momentum over the first tenth of the steps"),
+    "embedding": (2.0, "AdamW's learning rate for tokens and head, times this"),
+    "positions": (2.0, "AdamW's learning rate for positions, times this"),
+    "vectors": (4.0, "AdamW's learning rate for biases and LayerNorms, times this"),
+    "vectors_beta2": (0.99, "AdamW's beta2 for biases and LayerNorms"),
+}
+HORIZON = 75  # steps of the running mean of average
+ACTIVE = (0.1, 0.85)  # shares of the steps between which nesterov is active
+MEAN = 0.99  # decay of the updates' running mean
+
+
+class Screened(Muon):
+    """Muon with candidates, for whole matrices on one rank. Its fields `chosen`, `config` are set from outside."""
+
+    def begin(self, chosen, config):
+        """chosen: {name: value} of CANDIDATES."""
+        self.chosen, self.config, self.steps = chosen, config, 0
+        self.own = {}  # {(name, parameter): tensor}
+
+    def keep(self, name, parameter, first=None):
+        """A tensor of a candidate's state. first: its first value; None: zeros in the parameter's shape."""
+        if (name, parameter) not in self.own:
+            self.own[name, parameter] = torch.zeros_like(parameter) if first is None else first.clone()
+        return self.own[name, parameter]
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        if not hasattr(self, "chosen"):  # while the state is allocated
+            return super().step()
+        chosen, progress = self.chosen, self.steps / self.config.max_steps
+        self.steps += 1
+        weights = [weight for group in self.param_groups for weight in group["params"]]
+        if "nesterov" in chosen:
+            before = [weight.clone() for weight in weights]
+            if ACTIVE[0] <= progress < ACTIVE[1]:
+                share = chosen["nesterov"] * self.matrices[0]["lr"] / self.matrices[0]["peak"]
+                for weight in weights:
+                    weight.add_(self.keep("mean", weight), alpha=share)
+        if "momentum" in chosen:
+            low, high = chosen["momentum"], self.config.momentum
+            for group in self.matrices:
+                group["momentum"] = low + (high - low) * min(1.0, progress / 0.1)
+        if "cooldown" in chosen:
+            later = replace(self.config, cooldown_ratio=chosen["cooldown"])
+            for group in self.matrices:
+                group["lr"] = schedules.learning_rate(self.steps - 1, later, group["peak"])
+        self.adamw.found_inf = self.found_inf
+        self.adamw.step()
+        for group in self.matrices:
+            self.step_matrices(group)
+        if "nesterov" in chosen:
+            for weight, old in zip(weights, before):
+                self.keep("mean", weight).lerp_(weight - old, 1 - MEAN)
+        if "average" in chosen and self.steps > self.config.max_steps - 4 * HORIZON:
+            for weight in weights:
+                mean = self.keep("average", weight, weight).lerp_(weight, 1 / HORIZON)
+                if self.steps == self.config.max_steps:
+                    weight.lerp_(mean, chosen["average"])
+
+    def step_matrices(self, group):
+        weights, parts, lr = group["params"], group["parts"], group["lr"]
+        gradients = [weight.grad for weight in weights]
+        if "rows" in self.chosen:
+            gradients = [self.split_rows(weight) for weight in weights]
+        directions = []
+        for weight, gradient in zip(weights, gradients):
+            momentum = self.state[weight]["momentum_buffer"].lerp_(gradient, 1 - group["momentum"])
+            directions.append(gradient.lerp(momentum, group["momentum"]).bfloat16())
+        updates = orthogonalize_parts(torch.stack(directions), parts).float()
+        if "normuon" in self.chosen:
+            squares = updates.square().mean(dim=2, keepdim=True)  # (matrices, rows, 1)
+            mean = self.keep("squares", weights[0], 0 * squares)
+            mean.lerp_(squares, 1 - self.chosen["normuon"])
+            norm = updates.norm(dim=(1, 2), keepdim=True)
+            updates = updates / (mean / (1 - self.chosen["normuon"] ** self.steps)).sqrt().clamp(min=1e-10)
+            updates *= norm / updates.norm(dim=(1, 2), keepdim=True)
+        rate = lr * 0.2 * math.sqrt(max(weights[0].size(0) // parts, weights[0].size(1)))
+        for weight, update in zip(weights, updates):
+            if "rows" in self.chosen:
+                self.join_rows(weight, update * rate, lr)
+                continue
+            decay = weight * (lr * group["weight_decay"])
+            if "cautious" in self.chosen:
+                decay *= update * weight > 0
+            weight.sub_(decay + update * rate)
+
+    def split_rows(self, weight):
+        """The gradient of the rows' directions, whose lengths in the parametrization are the initial ones; that of the
+        rows' lengths goes into the state."""
+        length = weight.norm(dim=1, keepdim=True).clamp(min=1e-12)  # (rows, 1)
+        start = self.keep("start", weight, length)
+        unit = weight / length
+        along = (weight.grad * unit).sum(dim=1, keepdim=True)
+        self.own["along", weight] = along
+        return (weight.grad - along * unit) * length / start
+
+    def join_rows(self, weight, update, lr):
+        """Move the rows' directions by Muon's update and their lengths by Adam's."""
+        length, start = weight.norm(dim=1, keepdim=True).clamp(min=1e-12), self.own["start", weight]
+        along = self.own["along", weight]
+        mean = self.keep("mean_along", weight, 0 * along).lerp_(along, 0.1)
+        square = self.keep("square_along", weight, 0 * along).lerp_(along.square(), 0.05)
+        mean, square = mean / (1 - 0.9**self.steps), square / (1 - 0.95**self.steps)
+        direction = weight / length * start - update
+        length = length - lr * mean / (square.sqrt() + 1e-8)
+        weight.copy_(direction / direction.norm(dim=1, keepdim=True).clamp(min=1e-12) * length)
+
+
+def make(chosen, model, config):
+    """As optim.optimizer.make_muon, with candidates."""
+    result = optimizers.make_muon(model, config)
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    groups, result.adamw.param_groups = result.adamw.param_groups, []
+    for group in groups:
+        for parameter in group["params"]:
+            name = names[parameter]
+            kind = "embedding" if "wte" in name else "positions" if "wpe" in name else "vectors"
+            own = dict(group, params=[parameter], peak=group["peak"] * chosen.get(kind, 1.0))
+            if kind == "vectors":
+                own["betas"] = (0.9, chosen.get("vectors_beta2", config.beta2))
+            result.adamw.param_groups.append(own)
+    result.param_groups = [*result.matrices, *result.adamw.param_groups]
+    result.__class__ = Screened
+    return result
+
+
+def choose(text):
+    """ "normuon,average=0.5" as {name: value}. "none": Muon as it is. Raises UserError for a bad name or value."""
+    chosen = {}
+    for part in text.split(",") if text != "none" else ():
+        name, _, value = part.partition("=")
+        if name not in CANDIDATES:
+            raise UserError(f"there is no candidate {name!r}; there are none, {', '.join(CANDIDATES)}")
+        try:
+            chosen[name] = float(value) if value else CANDIDATES[name][0]
+        except ValueError as error:
+            raise UserError(f"{part}: not a number") from error
+    return chosen
+
+
+def main():
+    if len(sys.argv) < 2 or sys.argv[1] in ("-h", "--help"):
+        lines = [f"  {name:14} {what}; alone: {value:g}" for name, (value, what) in CANDIDATES.items()]
+        print(__doc__ + "\n" + "\n".join(lines))
+        return
+    chosen = choose(sys.argv.pop(1))
+
+    def make_and_begin(model, config):
+        result = make(chosen, model, config)
+        optimizers.allocate_state(result)
+        result.begin(chosen, config)
+        return result
+
+    train_gpt2.make_optimizer = make_and_begin
+    if "power" in chosen:
+        linear = schedules.learning_rate
+
+        def learning_rate(step, config, peak):
+            rate = linear(step, config, peak)
+            return rate if step < config.warmup_steps else peak * (rate / peak) ** chosen["power"]
+
+        schedules.learning_rate = learning_rate
+    train_gpt2.main()
+
+
+if __name__ == "__main__":
+    run(main)

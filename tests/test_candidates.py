@@ -1,0 +1,50 @@
+"""The candidates after Muon, on a small GPT with gradients at random."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from common.errors import UserError
+from config import Config
+from dev.candidates import CANDIDATES, choose, make
+from model import GPT, GPTConfig
+from optim.optimizer import allocate_state, make_muon
+
+CONFIG = Config(optimizer="muon", max_steps=6, compile=False, warmup_steps=0, lr=0.01)
+
+
+def train(text):
+    """The weights after six steps of the candidates of a text; None: of Muon."""
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(seq_len=8, vocab_size=64, n_layer=1, n_head=2, n_embd=32))
+    config = replace(CONFIG)
+    optimizer = make_muon(model, config) if text is None else make(choose(text), model, config)
+    allocate_state(optimizer)
+    if text is not None:
+        optimizer.begin(choose(text), config)
+    for _ in range(config.max_steps):
+        for parameter in model.parameters():
+            parameter.grad = torch.randn_like(parameter)
+        for group in optimizer.param_groups:
+            group["lr"] = group["peak"]
+        optimizer.step()
+    return torch.nn.utils.parameters_to_vector(model.parameters()).detach()
+
+
+def test_none_is_muon():
+    torch.testing.assert_close(train("none"), train(None), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", [name for name in CANDIDATES if name != "power"])
+def test_each_candidate_changes_the_weights(name):
+    plain, own = train("none"), train(name)
+    assert own.isfinite().all() and not torch.allclose(own, plain)
+    assert (own - plain).norm() < plain.norm()
+
+
+def test_bad_candidates_end_in_one_line():
+    assert choose("none") == {} and choose("normuon,average=0.5") == dict(normuon=0.95, average=0.5)
+    for text in ("lion", "average=much"):
+        with pytest.raises(UserError, match=text.split("=")[0]):
+            choose(text)
