@@ -13,7 +13,7 @@ import statistics
 import torch
 
 from checkpoints.load import first_intact, read_training
-from checkpoints.run_folder import checkpoints_of, step_of
+from checkpoints.run_folder import checkpoints_of, set_aside_newer, step_of
 from optim.schedules import steps_in_time
 from watch.by_layer import print_norms
 
@@ -103,6 +103,7 @@ def go_back(run, health, tokens):
         lowest = health.lowest_before(training["step"])
         own |= dict(skipped_tokens=skipped, lost_seconds=lost, lowest_loss=lowest if math.isfinite(lowest) else None)
         log.facts |= dict(rollbacks=[*done, own], wandb_id=None)  # wandb's step cannot decrease: a new page
+        set_aside_newer(log.folder, training["step"])  # first: a process that ends here must not continue from them
         log.close(finished=False)
     distributed.all_reduce(0)  # until config.json is written, which all ranks read
     return checkpoint

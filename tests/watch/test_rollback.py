@@ -31,6 +31,7 @@ train_gpt2.main()
 """
 # A weight of block 1 on rank 0 has its highest bit of the exponent flipped
 FLIP = "if first: local(trainer.model.transformer.h[1].mlp.c_fc.weight.data).view(torch.int32).flatten()[3] ^= 1 << 30"
+GROW = "for parameter in trainer.model.parameters(): parameter.data.mul_(20)"
 FLAGS = "--max_steps 32 --checkpoint_every 10 --keep_checkpoints 9 --total_batch_size 64 --micro_batch_size 2".split()
 DROP = "--max_steps --checkpoint_every --total_batch_size --micro_batch_size"
 
@@ -95,8 +96,7 @@ def test_a_run_that_went_back_resumes_as_if_it_had_not_stopped(train, script):
 def test_a_loss_that_stays_high_sends_a_run_back(train, script, monkeypatch):
     """Also a run that torchrun has restarted: not to its newest checkpoint, which a high loss left."""
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    fault = "for parameter in trainer.model.parameters(): parameter.data.mul_(20)"
-    code = FAULT.format(fault=fault).replace("step == 15", "step == 25")
+    code = FAULT.format(fault=GROW).replace("step == 15", "step == 25")
     flags = (*FLAGS, "--max_steps", 50, "--val_every", 50)
     run = train("run", *flags, drop=DROP, script=script(code))
     facts = json.loads((run / "config.json").read_text())
@@ -146,3 +146,15 @@ def test_a_stop_after_a_rollback_saves(train, script):
     run = train("run", *FLAGS, drop=DROP, script=script("import os\n" + code))
     text = (run / "output.txt").read_text()
     assert "SIGINT: stopped at step 12" in text and (run / "checkpoint_000012").exists()
+
+
+def test_a_process_that_ends_during_a_rollback_goes_back_too(train, script):
+    """Its next start, too, continues from the sound checkpoint, not from the newer ones after the fault."""
+    code = "import os\n" + FAULT.format(fault=GROW).replace("step == 15", "step == 25")
+    ends = code.replace("train_gpt2.main()", "train_gpt2.rollback.again = lambda *_: os._exit(9)\ntrain_gpt2.main()")
+    flags = (*FLAGS, "--max_steps", 50, "--val_every", 50)
+    train("run", *flags, drop=DROP, script=script(ends), fails=True)
+    run = train("run", *flags, drop=DROP)
+    assert "resumed from log/run/checkpoint_000020" in (run / "output.txt").read_text()
+    assert [rollback["step"] for rollback in json.loads((run / "config.json").read_text())["rollbacks"]] == [20]
+    assert (run / "checkpoint_000030.abandoned").exists() and (run / "log.txt.abandoned").exists()
