@@ -122,18 +122,17 @@ def compare(first, second, seconds, steps):
 def take_turns(config, pipe):
     """The work of a TimedRun's processes: as many steps as the pipe asks for, until it is closed.
 
-    After the first turn the learning rate is 0. A GPU's clock depends on the numbers that it computes with, by 1 to 2%
-    in the first 60 steps, and of two runs in turn one has more steps behind it.
+    After the first turn the learning rate is 0. The power that a GPU draws, and so its clock, depends on the numbers,
+    and of two runs in turn one would have more steps behind it.
     """
     distributed = process_group.start(config.device, config.tensor, config.context, config.pipeline)
     start = resume.find_start(config, distributed)
     config, _ = resolve(config, distributed, memory.free_memory(distributed), start, chosen_flags(config))
     stream, _, _ = open_streams(config, distributed)
-    loader, other = (Loader(stream, config.micro_batch_size, config.seq_len, distributed) for _ in range(2))
-    first_batch = other.next_batch()
+    batches = stream, config.micro_batch_size, config.seq_len, distributed
+    loader, first_batch = Loader(*batches), Loader(*batches).next_batch()
     trainer = build(config, distributed, start.weights, start.sizes)
-    # before a turn a micro-batch takes back the memory that the other run had; a pipeline's schedule has all of a step
-    untimed = 1 if config.pipeline == 1 else accumulation_steps(config, distributed.data_size)
+    untimed = 1 if config.pipeline == 1 else accumulation_steps(config, distributed.data_size)  # a pipeline needs all
     device, stop, step = distributed.device, StopSignal(), 0
     if distributed.is_main:
         facts = dict(vars(config), world_size=distributed.world_size, dataset=dataset_name(config.data_dir))
@@ -142,8 +141,9 @@ def take_turns(config, pipe):
         pipe.send(facts | environment(device))
     while True:
         steps, results = pipe.recv(), []
-        trainer.accumulate(trainer, lambda: first_batch, untimed, stop).item()  # waits for the GPU
-        gradients.zero(trainer)
+        if step:  # a micro-batch takes back the memory that the other run had; item() waits for the GPU
+            trainer.accumulate(trainer, lambda: first_batch, untimed, stop).item()
+            gradients.zero(trainer)
         for _ in range(steps):
             if pipe.poll():  # closed: the process that asks has ended
                 raise EOFError
