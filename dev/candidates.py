@@ -48,6 +48,9 @@ class Screened(Muon):
         """chosen: {name: value} of CANDIDATES."""
         self.chosen, self.config, self.steps = chosen, config, 0
         self.own = {}  # {(name, parameter): tensor}
+        if "nesterov" in chosen:
+            for group in self.param_groups:
+                self.own |= {("place", weight): weight.detach().clone() for weight in group["params"]}
 
     def keep(self, name, parameter, first=None):
         """A tensor of a candidate's state. first: its first value; None: zeros in the parameter's shape."""
@@ -61,13 +64,6 @@ class Screened(Muon):
             return super().step()
         chosen, progress = self.chosen, self.steps / self.config.max_steps
         self.steps += 1
-        weights = [weight for group in self.param_groups for weight in group["params"]]
-        if "nesterov" in chosen:
-            before = [weight.clone() for weight in weights]
-            if ACTIVE[0] <= progress < ACTIVE[1]:
-                share = chosen["nesterov"] * self.matrices[0]["lr"] / self.matrices[0]["peak"]
-                for weight in weights:
-                    weight.add_(self.keep("mean", weight), alpha=share)
         if "momentum" in chosen:
             low, high = chosen["momentum"], self.config.momentum
             for group in self.matrices:
@@ -80,9 +76,15 @@ class Screened(Muon):
         self.adamw.step()
         for group in self.matrices:
             self.step_matrices(group)
-        if "nesterov" in chosen:
-            for weight, old in zip(weights, before):
-                self.keep("mean", weight).lerp_(weight - old, 1 - MEAN)
+        weights = [weight for group in self.param_groups for weight in group["params"]]
+        if "nesterov" in chosen:  # the next gradient is that of the place to which the mean leads
+            share = chosen["nesterov"] * self.matrices[0]["lr"] / self.matrices[0]["peak"]
+            for weight in weights:
+                place, mean = self.own["place", weight], self.keep("mean", weight)
+                mean.lerp_(weight - place, 1 - MEAN)
+                place.copy_(weight)
+                if ACTIVE[0] <= progress < ACTIVE[1]:
+                    weight.add_(mean, alpha=share)
         if "average" in chosen and self.steps > self.config.max_steps - 4 * HORIZON:
             for weight in weights:
                 mean = self.keep("average", weight, weight).lerp_(weight, 1 / HORIZON)
@@ -117,25 +119,26 @@ class Screened(Muon):
             weight.sub_(decay + update * rate)
 
     def split_rows(self, weight):
-        """The gradient of the rows' directions, whose lengths in the parametrization are the initial ones; that of the
-        rows' lengths goes into the state."""
+        """The gradient of the rows' directions, vectors of one length; that of the lengths goes into the state."""
         length = weight.norm(dim=1, keepdim=True).clamp(min=1e-12)  # (rows, 1)
-        start = self.keep("start", weight, length)
         unit = weight / length
-        along = (weight.grad * unit).sum(dim=1, keepdim=True)
-        self.own["along", weight] = along
-        return (weight.grad - along * unit) * length / start
+        self.own["along", weight] = along = (weight.grad * unit).sum(dim=1, keepdim=True)
+        return (weight.grad - along * unit) * length / direction_length(weight)
 
     def join_rows(self, weight, update, lr):
         """Move the rows' directions by Muon's update and their lengths by Adam's."""
-        length, start = weight.norm(dim=1, keepdim=True).clamp(min=1e-12), self.own["start", weight]
-        along = self.own["along", weight]
+        length, along = weight.norm(dim=1, keepdim=True).clamp(min=1e-12), self.own["along", weight]
         mean = self.keep("mean_along", weight, 0 * along).lerp_(along, 0.1)
         square = self.keep("square_along", weight, 0 * along).lerp_(along.square(), 0.05)
         mean, square = mean / (1 - 0.9**self.steps), square / (1 - 0.95**self.steps)
-        direction = weight / length * start - update
+        direction = weight / length * direction_length(weight) - update
         length = length - lr * mean / (square.sqrt() + 1e-8)
         weight.copy_(direction / direction.norm(dim=1, keepdim=True).clamp(min=1e-12) * length)
+
+
+def direction_length(weight):
+    """Of a row of a matrix as GPT-2 draws most of them, with a standard deviation of 0.02."""
+    return 0.02 * math.sqrt(weight.size(1))
 
 
 def make(chosen, model, config):
