@@ -3,7 +3,8 @@
     python -m dev.candidates normuon --optimizer muon --max_steps 1090 --total_batch_size 131072
     python -m dev.candidates nesterov=0.3,average=0.4 --optimizer muon --run_name both
 
-Trains as train_gpt2.py, with its flags. Checkpoints hold no state of the candidates, so such a run cannot be resumed.
+Trains as train_gpt2.py, with its flags. Checkpoints hold no state of the candidates, so such a run cannot be resumed or
+rolled back.
 What a candidate gains against tuned Muon, from paired seeds, is in dev/LOG.md; one that pays moves to optim/muon.py.
 """
 
@@ -14,6 +15,7 @@ import sys
 from dataclasses import replace
 
 import torch
+import torch.distributed as dist
 
 import train_gpt2
 from common.errors import UserError, run
@@ -24,9 +26,9 @@ from optim.muon import Muon, orthogonalize_parts
 # {name: (the value with the name alone, what it is)}
 CANDIDATES = {
     "nesterov": (0.3, "EMA-Nesterov (arXiv 2605.25395): every step also goes this share of the updates' running mean"),
-    "average": (0.4, "at the end, this share of the weights' running mean over 75 steps is mixed in"),
+    "average": (0.4, "after --max_steps, this share of the weights' running mean over 75 steps is mixed in"),
     "normuon": (0.95, "NorMuon (arXiv 2510.05491): rows of an update divided by the root of their mean square"),
-    "rows": (1.0, "Muown (arXiv 2605.10797): rows as length times direction; Muon for these, Adam for lengths"),
+    "rows": (1.0, "after Muown (arXiv 2605.10797): rows as length, by Adam, times direction, by Muon without decay"),
     "cautious": (1.0, "cautious weight decay (arXiv 2510.12402): only where the update has the weight's sign"),
     "power": (1.2, "the learning rate's decay to this power"),
     "cooldown": (0.8, "the matrices' learning rate decays over this share of the steps"),
@@ -64,6 +66,8 @@ class Screened(Muon):
             return super().step()
         chosen, progress = self.chosen, self.steps / self.config.max_steps
         self.steps += 1
+        if self.found_inf.item() or self.matrices[0]["params"][0].grad is None:  # as Muon, but the host waits
+            return
         if "momentum" in chosen:
             low, high = chosen["momentum"], self.config.momentum
             for group in self.matrices:
@@ -72,7 +76,8 @@ class Screened(Muon):
             later = replace(self.config, cooldown_ratio=chosen["cooldown"])
             for group in self.matrices:
                 group["lr"] = schedules.learning_rate(self.steps - 1, later, group["peak"])
-        self.adamw.found_inf = self.found_inf
+        if self.defaults["fused"]:
+            self.adamw.found_inf = self.found_inf
         self.adamw.step()
         for group in self.matrices:
             self.step_matrices(group)
@@ -136,6 +141,9 @@ class Screened(Muon):
         weight.copy_(direction / direction.norm(dim=1, keepdim=True).clamp(min=1e-12) * length)
 
 
+Screened.step = torch.optim.Optimizer.profile_hook_step(Screened.step)  # for hooks, as those of --fp8
+
+
 def direction_length(weight):
     """Of a row of a matrix as GPT-2 draws most of them, with a standard deviation of 0.02."""
     return 0.02 * math.sqrt(weight.size(1))
@@ -181,12 +189,19 @@ def main():
     chosen = choose(sys.argv.pop(1))
 
     def make_and_begin(model, config):
+        if config.optimizer != "muon" or dist.is_initialized():
+            raise UserError("candidates need --optimizer muon, on one GPU")
         result = make(chosen, model, config)
         optimizers.allocate_state(result)
         result.begin(chosen, config)
         return result
 
-    train_gpt2.make_optimizer = make_and_begin
+    def set_learning_rates(optimizer, step, config):
+        if step != optimizer.steps:
+            raise UserError(f"candidates begin at step 0, and this is step {step}: use another --run_name")
+        return schedules.set_learning_rates(optimizer, step, config)
+
+    train_gpt2.make_optimizer, train_gpt2.set_learning_rates = make_and_begin, set_learning_rates
     if "power" in chosen:
         linear = schedules.learning_rate
 

@@ -4,6 +4,7 @@ The run's config.json, and so the next checkpoints, list the rollbacks. A resume
 """
 
 import collections
+import contextlib
 import dataclasses
 import gc
 import math
@@ -103,7 +104,8 @@ def go_back(run, health, tokens):
         lowest = health.lowest_before(training["step"])
         own |= dict(skipped_tokens=skipped, lost_seconds=lost, lowest_loss=lowest if math.isfinite(lowest) else None)
         log.facts |= dict(rollbacks=[*done, own], wandb_id=None)  # wandb's step cannot decrease: a new page
-        set_aside_newer(log.folder, training["step"])  # first: a process that ends here must not continue from them
+        with contextlib.suppress(OSError):  # the next RunLog does it again, and says why it is impossible
+            set_aside_newer(log.folder, training["step"])  # first: a process that ends here must not continue from them
         log.close(finished=False)
     distributed.all_reduce(0)  # until config.json is written, which all ranks read
     return checkpoint
