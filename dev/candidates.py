@@ -21,7 +21,7 @@ import train_gpt2
 from common.errors import UserError, run
 from optim import optimizer as optimizers
 from optim import schedules
-from optim.muon import Muon, orthogonalize_parts
+from optim.muon import Muon, orthogonalize_parts, update_momentum
 
 # {name: (the value with the name alone, what it is)}
 CANDIDATES = {
@@ -44,10 +44,10 @@ MEAN = 0.99  # decay of the updates' running mean
 
 
 class Screened(Muon):
-    """Muon with candidates, for whole matrices on one rank. Its fields `chosen`, `config` are set from outside."""
+    """Muon with candidates, for whole matrices on one rank."""
 
     def begin(self, chosen, config):
-        """chosen: {name: value} of CANDIDATES."""
+        """Instead of __init__, for the Muon that make() turns into this. chosen: {name: value} of CANDIDATES."""
         self.chosen, self.config, self.steps = chosen, config, 0
         self.own = {}  # {(name, parameter): tensor}
         if "nesterov" in chosen:
@@ -62,8 +62,6 @@ class Screened(Muon):
 
     @torch.no_grad()
     def step(self, closure=None):
-        if not hasattr(self, "chosen"):  # while the state is allocated
-            return super().step()
         chosen, progress = self.chosen, self.steps / self.config.max_steps
         self.steps += 1
         if self.found_inf.item() or self.matrices[0]["params"][0].grad is None:  # as Muon, but the host waits
@@ -101,11 +99,11 @@ class Screened(Muon):
         gradients = [weight.grad for weight in weights]
         if "rows" in self.chosen:
             gradients = [self.split_rows(weight) for weight in weights]
-        directions = []
-        for weight, gradient in zip(weights, gradients):
-            momentum = self.state[weight]["momentum_buffer"].lerp_(gradient, 1 - group["momentum"])
-            directions.append(gradient.lerp(momentum, group["momentum"]).bfloat16())
-        updates = orthogonalize_parts(torch.stack(directions), parts).float()
+        directions = weights[0].new_empty(len(weights), *weights[0].shape, dtype=torch.bfloat16)
+        for weight, gradient, direction in zip(weights, gradients, directions):
+            momentum = self.state[weight]["momentum_buffer"]
+            update_momentum(gradient, momentum, direction, self.found_inf > 0, group["momentum"])
+        updates = orthogonalize_parts(directions, parts).float()
         if "normuon" in self.chosen:
             squares = updates.square().mean(dim=2, keepdim=True)  # (matrices, rows, 1)
             mean = self.keep("squares", weights[0], 0 * squares)
@@ -150,7 +148,7 @@ def direction_length(weight):
 
 
 def make(chosen, model, config):
-    """As optim.optimizer.make_muon, with candidates."""
+    """As optim.optimizer.make_optimizer, with candidates."""
     result = optimizers.make_muon(model, config)
     names = {parameter: name for name, parameter in model.named_parameters()}
     groups, result.adamw.param_groups = result.adamw.param_groups, []
@@ -163,7 +161,9 @@ def make(chosen, model, config):
                 own["betas"] = (0.9, chosen.get("vectors_beta2", config.beta2))
             result.adamw.param_groups.append(own)
     result.param_groups = [*result.matrices, *result.adamw.param_groups]
+    optimizers.allocate_state(result)
     result.__class__ = Screened
+    result.begin(chosen, config)
     return result
 
 
@@ -188,20 +188,17 @@ def main():
         return
     chosen = choose(sys.argv.pop(1))
 
-    def make_and_begin(model, config):
+    def make_optimizer(model, config):
         if config.optimizer != "muon" or dist.is_initialized():
             raise UserError("candidates need --optimizer muon, on one GPU")
-        result = make(chosen, model, config)
-        optimizers.allocate_state(result)
-        result.begin(chosen, config)
-        return result
+        return make(chosen, model, config)
 
     def set_learning_rates(optimizer, step, config):
         if step != optimizer.steps:
             raise UserError(f"candidates begin at step 0, and this is step {step}: use another --run_name")
         return schedules.set_learning_rates(optimizer, step, config)
 
-    train_gpt2.make_optimizer, train_gpt2.set_learning_rates = make_and_begin, set_learning_rates
+    train_gpt2.make_optimizer, train_gpt2.set_learning_rates = make_optimizer, set_learning_rates
     if "power" in chosen:
         linear = schedules.learning_rate
 

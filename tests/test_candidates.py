@@ -1,7 +1,5 @@
 """The candidates after Muon, on a small GPT with gradients at random."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 
@@ -9,7 +7,7 @@ from common.errors import UserError
 from config import Config
 from dev.candidates import CANDIDATES, choose, make
 from model import GPT, GPTConfig
-from optim.optimizer import allocate_state, make_muon
+from optim.optimizer import make_optimizer
 
 CONFIG = Config(optimizer="muon", max_steps=6, compile=False, warmup_steps=0, lr=0.01)
 
@@ -18,12 +16,8 @@ def train(text):
     """The weights after six steps of the candidates of a text; None: of Muon."""
     torch.manual_seed(0)
     model = GPT(GPTConfig(seq_len=8, vocab_size=64, n_layer=1, n_head=2, n_embd=32))
-    config = replace(CONFIG)
-    optimizer = make_muon(model, config) if text is None else make(choose(text), model, config)
-    allocate_state(optimizer)
-    if text is not None:
-        optimizer.begin(choose(text), config)
-    for _ in range(config.max_steps):
+    optimizer = make_optimizer(model, CONFIG) if text is None else make(choose(text), model, CONFIG)
+    for _ in range(CONFIG.max_steps):
         for parameter in model.parameters():
             parameter.grad = torch.randn_like(parameter)
         for group in optimizer.param_groups:
