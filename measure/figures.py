@@ -3,6 +3,7 @@
 import statistics
 from itertools import cycle, product
 from pathlib import Path
+from textwrap import fill
 
 from common.errors import word
 from watch.curves import INK, MUTED, PALETTE, RULE, mark, new_figure
@@ -32,8 +33,8 @@ def save(figure, path, title, results, axes=()):
 
 
 def ladder(results, path):
-    """Tokens/sec and peak memory of each rung, the first on top."""
-    results = [result for result in results if result["status"] == "done"]
+    """Tokens/sec and peak memory of each rung, the first on top; without the baseline's second measurement."""
+    results = [result for result in results if result["status"] == "done" and result["rung"] != "baseline again"]
     height = 1.8 + 0.42 * len(results)
     figure, axes = new_figure(11, height, columns=2, sharey=True, gridspec_kw=dict(width_ratios=(2.2, 1)))
     titles = "tokens/sec, and × the rung before, with its 95% interval", "peak memory, GB"
@@ -42,7 +43,7 @@ def ladder(results, path):
         texts = [f" {value:.1f}" for value in values]
         if name == "tokens_per_sec":
             texts = [f" {value:,.0f}   {describe_gain(result)}" for value, result in zip(values, results)]
-        bars = ax.barh([result["rung"] for result in results], values, height=0.68, color=color)
+        bars = ax.barh([fill(result["rung"], 48) for result in results], values, height=0.68, color=color)
         ax.bar_label(bars, texts, fontsize=9, color=INK)
         ax.margins(x=0.25)
         ax.set_xticks([])

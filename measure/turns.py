@@ -18,7 +18,7 @@ from config import INTERVALS, chosen_flags, resolve
 from data.loader import Loader, open_streams
 from data.shards import dataset_name
 from measure.child_run import ChildRun, explain, run_config, shown_command
-from optim.schedules import accumulation_steps
+from optim.schedules import accumulation_steps, set_learning_rates
 from parallel import gradients, memory, process_group
 from train_gpt2 import build, train_step
 from watch.hardware import environment, flops_per_token, mfu, peak_flops, peak_memory
@@ -28,7 +28,7 @@ FIRST_STEPS = 5  # for compilation and the optimizer's states; training goes no 
 # Of intervals that are looked at five times, 92 to 95% hold the gain
 STUDENT_T = {5: 2.776, 7: 2.447, 10: 2.262, 14: 2.160, 20: 2.093}
 ROUNDS = min(STUDENT_T)
-TURNS = 10  # of a run, in the seconds that it is timed, unless a step is longer: turns differ more than a turn's steps
+TURNS = 20  # of a run, in the seconds that it is timed, unless a step is longer: turns differ more than a turn's steps
 PRECISION = 0.006
 
 
@@ -102,9 +102,8 @@ def compare(first, second, seconds, steps):
     Each is timed for `seconds` and `steps` steps, or longer: on GPUs for up to 20 rounds while the gain is less certain
     than PRECISION. A CPU's steps vary too much for it.
     """
-    shares = {}  # the steps of a turn
-    for run in (first, second):
-        shares[run] = max(math.ceil(steps / ROUNDS), round(seconds / TURNS / run.seconds))
+    turn = max(seconds / TURNS, first.seconds, second.seconds)  # seconds; shares: steps
+    shares = {run: max(math.ceil(steps / ROUNDS), math.ceil(turn / run.seconds)) for run in (first, second)}
     rounds = []
     for count, student_t in STUDENT_T.items():
         for number in range(len(rounds), count):  # A B, B A, A B, ...: a drift of the clock cancels
@@ -141,9 +140,12 @@ def take_turns(config, pipe):
         pipe.send(facts | environment(device))
     while True:
         steps, results = pipe.recv(), []
-        if step:  # a micro-batch takes back the memory that the other run had; item() waits for the GPU
-            trainer.accumulate(trainer, lambda: first_batch, untimed, stop).item()
+        if step:  # one micro-batch and an update take back the memory that the other run had
+            set_learning_rates(trainer.optimizer, step, config)
+            loss = trainer.accumulate(trainer, lambda: first_batch, untimed, stop)
+            trainer.optimizer.step()
             gradients.zero(trainer)
+            loss.item()  # waits for the GPU
         for _ in range(steps):
             if pipe.poll():  # closed: the process that asks has ended
                 raise EOFError
