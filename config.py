@@ -151,9 +151,9 @@ class SeveralGPUs:
     """How the model is spread over several GPUs, and memory."""
 
     TITLE = "several GPUs"
-    parallel: Literal["ddp", "zero2", "zero3", "hsdp"] = "ddp"
-    """What a GPU holds. ddp: everything. zero3: a shard of everything.
-    zero2: as zero3, but weights stay gathered during a step. hsdp: zero3 in each machine."""
+    parallel: Literal["ddp", "zero1", "zero2", "zero3", "hsdp"] = "ddp"
+    """What a GPU holds. ddp: everything. zero3: a shard of everything. zero2: as zero3, but weights stay gathered
+    during a step. zero1: as zero2, but all gradients, averaged once a step. hsdp: zero3 in each machine."""
     tensor: int = flag(1, at_least=1, sweep="axis")
     """Split every layer over this many adjacent ranks: heads, columns of the MLP, rows of the embedding table."""
     context: int = flag(1, at_least=1, sweep="axis")

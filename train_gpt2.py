@@ -87,7 +87,7 @@ def build(config, distributed, weights=None, sizes=None):
         model = GPT(gpt_config(config, sizes))
     # activation_checkpointing: less memory, for up to a third more computation
     activation_checkpointing.checkpoint_activations(model, config.activation_checkpointing, saved_operators())
-    # parallel: a rank holds the whole model with ddp, a shard of it with zero2, zero3 and hsdp, a part with tensor
+    # parallel: a rank holds the whole model with ddp, a shard of it with zero1 to zero3 and hsdp, a part with tensor
     model = place.place(model, config, distributed, autocast)
     resume.initialize(model, weights)
     optimizer = make_optimizer(model, config)

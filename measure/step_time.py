@@ -5,6 +5,7 @@ twice that (Patarasuk and Yuan 2009); over several machines the ranks of a machi
 With P parameters on a rank, 16-bit weights, float32 gradients, and x = B T C / N numbers of 2 bytes on each of N ranks:
 
     ddp          all-reduce 4P                                  once a step             waits
+    zero1        all-gather 2P, reduce-scatter 4P               once a step             overlaps
     zero2        all-gather 2P                                  once a step             overlaps
                  reduce-scatter 4P                              every micro-batch       overlaps
     zero3        all-gather 2P twice, reduce-scatter 4P         every micro-batch       overlaps
@@ -29,7 +30,9 @@ from watch.hardware import PEAK_TFLOPS
 LAYER_SECONDS = 0.3e-3  # fixed time of a block: micro-batches of 64, 32, 16 sequences take 108.6, 56.4, 30 ms (124M)
 STEP_SECONDS = 2e-3  # the update and the rest of a step of 124M; 1558M takes 25 ms, which the fitted MFU contains
 SLOWEST = 1.015  # several GPUs wait for the slowest
-SHARDED = dict(ddp=1.03, zero2=1.03, zero3=1.05, hsdp=1.05)  # FSDP's computation, against DDP's; hsdp: as zero3
+SHARDED = dict(
+    ddp=1.03, zero1=1.03, zero2=1.03, zero3=1.05, hsdp=1.05
+)  # FSDP's computation, against DDP's; hsdp: as zero3
 COPIES = 1.5  # times the bytes of tensor's and context's collectives, which copy input and output; 124M, --context 2
 LATENCY = 20e-6  # of a collective, however small: an assumption
 RECOMPUTED = dict(off=1, selective=1.07, full=4 / 3)  # FLOPs of a block; selective: equivalent to 5% of a step
@@ -84,7 +87,7 @@ def averaging_seconds(config, distributed):
     scattered = gather(gradient * params, shards, tensor, config)
     replicas = distributed.data_context_size // shards
     all_reduced = 2 * gather(gradient * params / shards, replicas, tensor * shards, config)
-    if config.pipeline > 1:
+    if config.pipeline > 1 or config.parallel == "zero1":
         return 0, gathered + scattered + all_reduced
     if config.parallel == "zero2":
         return scattered, gathered

@@ -8,7 +8,7 @@ U Vᵀ with GEMMs alone, in bf16: an odd polynomial of M acts on its singular va
 AdamW updates the embeddings, whose rows are single tokens' vectors, the biases and the LayerNorms (Liu et al. 2025).
 
 Ranks share the work. With ddp, without --pipeline, every rank orthogonalizes some of the matrices, and an all-gather
-collects the results. With zero2, zero3 and hsdp an all-to-all collects whole matrices from their shards, each on one
+collects the results. With zero1 to zero3 and hsdp an all-to-all collects whole matrices from their shards, each on one
 rank, and another one returns the results. --tensor splits matrices by rows or columns: the same two all-to-alls, over
 its ranks, collect them from these parts.
 """

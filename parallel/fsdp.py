@@ -1,7 +1,7 @@
 """ZeRO by FSDP2: weights, gradients and optimizer state sharded over ranks (Rajbhandari et al. 2020, "ZeRO").
 
 The ranks form a mesh of (pipeline, replicate, shard, tensor). A shard group holds one copy of the weights, or of the
-part that --pipeline and --tensor give to a rank. zero2 and zero3 use one shard group, hsdp one for each machine. With
+part that --pipeline and --tensor give to a rank. zero1 to zero3 use one shard group, hsdp one for each machine. With
 --pipeline or --tensor, ddp is FSDP with shard groups of one rank: DDP does not know the parts of a model or layer.
 Ranks that share sequences by --context are replicas or shards as any others.
 https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html
@@ -50,10 +50,11 @@ def check_flags(config, distributed, notes):
 
 
 def check_accumulation(config, distributed):
-    """Raises UserError where FSDP would sum a step's micro-batches in bf16: between copies, and in a pipeline."""
+    """Raises UserError where FSDP would sum a step's micro-batches in bf16: those that it averages once a step."""
     copies = distributed.data_context_size > shard_group_size(config, distributed)
+    once = copies or config.pipeline > 1 or config.parallel == "zero1"
     micro_steps = accumulation_steps(config, distributed.data_size)
-    if config.bf16_gradients and is_sharded(config) and micro_steps > 1 and (copies or config.pipeline > 1):
+    if config.bf16_gradients and is_sharded(config) and micro_steps > 1 and once:
         raise UserError(
             f"--bf16_gradients would also accumulate {micro_steps} micro-batches in bf16 here: leave it out, or use "
             "--parallel zero2 or zero3 without --pipeline"
@@ -69,8 +70,8 @@ def shard(model, blocks, config, mesh):
     """Shard a GPT, or a stage of one, in place over a mesh of (replicate, shard) or (shard). Parameters become
     DTensors, whose shards are the float32 master weights.
 
-    A unit of blocks is all-gathered, in bf16 under autocast, while the unit before it computes. zero2 keeps gathered
-    weights until the step ends; zero3 and hsdp reshard a unit after its forward.
+    A unit of blocks is all-gathered, in bf16 under autocast, while the unit before it computes. zero1 and zero2 keep
+    gathered weights until the step ends; zero3 and hsdp reshard a unit after its forward.
     """
     policy = MixedPrecisionPolicy(
         param_dtype=torch.bfloat16 if config.autocast == "bf16" else None,

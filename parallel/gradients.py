@@ -38,12 +38,13 @@ def wrap_ddp(model, config, distributed):
 def accumulation(trainer, last):
     """A context for the forward and backward of one micro-batch; `last` says whether it ends the step.
 
-    Gradients accumulate on each rank, and the last backward averages them over the replicas. A sharded model
-    reduce-scatters gradients in every backward, so that no rank holds all of them.
+    Gradients accumulate on each rank, and the last backward averages them over the replicas. But for zero1, a sharded
+    model reduce-scatters gradients in every backward, so that no rank holds all of them.
     """
     model, train_forward, config = trainer.model, trainer.train_forward, trainer.config
     if isinstance(model, FSDPModule):
         model.set_is_last_backward(last)
+        model.set_requires_gradient_sync(last or config.parallel != "zero1")
         model.set_requires_all_reduce(last)
         model.set_reshard_after_backward(last or config.parallel in ("zero3", "hsdp"))
     local = isinstance(train_forward, DistributedDataParallel) and not last

@@ -38,8 +38,9 @@ def check_flags(config, distributed):
     must_divide("pipeline", size, distributed.world_size // config.tensor, "ranks, or groups of --tensor ranks")
     if size > config.n_layer + 1:
         raise UserError(f"--pipeline {size}: {config.n_layer} blocks and the head fill {config.n_layer + 1} stages")
-    if config.parallel in ("zero3", "hsdp"):
-        raise UserError(f"--pipeline keeps weights gathered, so --parallel {config.parallel} saves nothing: use zero2")
+    if config.parallel in ("zero1", "zero3", "hsdp"):
+        why = "--pipeline keeps weights gathered and gradients whole"
+        raise UserError(f"{why}, so --parallel {config.parallel} saves nothing: use zero2")
     if config.context > 1:
         raise UserError("--pipeline excludes --context: leave one of the two out")
 

@@ -47,7 +47,7 @@ def place(model, config, distributed, autocast):
             root, blocks = model.stage, model.stage.blocks
         if config.tensor > 1:
             tensor.return_full_tensors(root)
-        # zero2, zero3, hsdp: each rank has a shard of every parameter
+        # zero1 to zero3, hsdp: each rank has a shard of every parameter
         fsdp.shard(root, list(blocks), config, mesh["replicate", "shard"] if shards < ranks else mesh["shard"])
         root.to_empty(device=distributed.device)
     else:

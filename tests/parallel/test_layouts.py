@@ -55,14 +55,15 @@ def test_every_layout_trains_and_resumes_as_one_rank_does(train, train_several, 
             zero2=[*flags, "--parallel", "zero2"],
             zero3=[*flags, *between, "--parallel", "zero3", "--activation_checkpointing", "full"],
             hsdp=[*flags, "--parallel", "hsdp", "--activation_checkpointing", "selective"],
+            zero1=[*flags, "--parallel", "zero1"],
             whole_zero2=[*flags, "--parallel", "zero2", "--resume", middle("whole")],
             zero3_hsdp=[*flags, "--parallel", "hsdp", "--resume", middle("zero3"), "--no_pad_vocab"],
         ),
         machines=2,
     )
-    for run in runs[:4]:
+    for run in runs[:5]:
         assert_same(run, whole)
-    for run in runs[4:]:
+    for run in runs[5:]:
         assert_same(run, whole, steps=1)
     assert not (runs[2] / "checkpoint_000002" / "model.safetensors").exists()  # in pieces
     assert len(list((runs[2] / "checkpoint_000002").glob("shard-00001-*"))) > 2
