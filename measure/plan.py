@@ -115,9 +115,8 @@ def find_layouts(config, typed):
     machine = min(config.gpus, config.gpus_per_machine)
     divisors = [n for n in range(1, config.gpus + 1) if config.gpus % n == 0]
     in_machine = [n for n in divisors if machine % n == 0]
-    values = dict(
-        parallel=("ddp", "zero1", "zero2", "zero3", "hsdp"), tensor=in_machine, context=in_machine, pipeline=divisors
-    )
+    modes = ("ddp", "zero1", "zero2", "zero3", "hsdp")
+    values = dict(parallel=modes, tensor=in_machine, context=in_machine, pipeline=divisors)
     values["activation_checkpointing"] = ("off", "selective", "full")
     values |= {name: [getattr(config, name)] for name in values if name in typed}
     layouts, error = [], None

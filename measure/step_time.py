@@ -30,9 +30,8 @@ from watch.hardware import PEAK_TFLOPS
 LAYER_SECONDS = 0.3e-3  # fixed time of a block: micro-batches of 64, 32, 16 sequences take 108.6, 56.4, 30 ms (124M)
 STEP_SECONDS = 2e-3  # the update and the rest of a step of 124M; 1558M takes 25 ms, which the fitted MFU contains
 SLOWEST = 1.015  # several GPUs wait for the slowest
-SHARDED = dict(
-    ddp=1.03, zero1=1.03, zero2=1.03, zero3=1.05, hsdp=1.05
-)  # FSDP's computation, against DDP's; hsdp: as zero3
+# FSDP's computation, against DDP's; zero1 as zero2 and hsdp as zero3, not measured
+SHARDED = dict(ddp=1.03, zero1=1.03, zero2=1.03, zero3=1.05, hsdp=1.05)
 COPIES = 1.5  # times the bytes of tensor's and context's collectives, which copy input and output; 124M, --context 2
 LATENCY = 20e-6  # of a collective, however small: an assumption
 RECOMPUTED = dict(off=1, selective=1.07, full=4 / 3)  # FLOPs of a block; selective: equivalent to 5% of a step
