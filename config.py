@@ -190,9 +190,10 @@ class Output:
     checkpoint_every: int = flag(1000, at_least=0, sweep=False)
     """Steps between checkpoints; 0 is off."""
     keep_checkpoints: int = flag(3, at_least=1, sweep=False)
-    """Newest checkpoints to keep; also kept: the best one, and the newest one whose next step was finite."""
+    """Newest checkpoints to keep; also kept: the best one, and the newest one whose next step was well."""
     rollbacks: int = flag(3, at_least=0, sweep=False)
-    """How often a run that diverges may go back to a checkpoint, halve its learning rate and skip the data since."""
+    """How often a run that diverges may go back to a checkpoint, halve its learning rate and skip the data since; 0 is
+    off."""
     log_dir: str = flag("log", sweep=False)
     """Folder of all runs."""
     profile: int = flag(0, at_least=0, one_start=True, sweep=False)

@@ -22,7 +22,7 @@ from safetensors import SafetensorError
 
 from checkpoints import hugging_face
 from checkpoints.load import load_model, locate, read_training
-from checkpoints.run_folder import TRAINING, run_of
+from checkpoints.run_folder import FLAGS, TRAINING, run_of
 from common.cli import parse
 from common.errors import UserError, first_line, out_of_memory, run
 from common.hub import answered, check_hub
@@ -40,7 +40,7 @@ class Flags:
     out: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="OUT")]
     """The folder to write."""
     push: str | None = None
-    """Upload the folder to the hub as this repository, USER/NAME: after `hf auth login`, or with HF_TOKEN."""
+    """Upload the folder to the hub as this repository, NAME or USER/NAME: after `hf auth login`, or with HF_TOKEN."""
     license: str | None = None
     """The license in the model card, by the hub's name: mit, apache-2.0, cc-by-4.0, other, ..."""
     public: bool = False
@@ -54,6 +54,8 @@ def main():
     out = Path(flags.out)
     if out.exists():
         raise UserError(f"{out} already exists: choose another name, or delete it")
+    if flags.dry_run and not flags.push:
+        raise UserError("--dry_run is for --push: name the repository, or leave it out")
     if flags.push and not flags.license:
         raise UserError("--push needs --license, such as mit, apache-2.0 or other: the model card names it")
     if flags.push and not flags.dry_run:
@@ -92,7 +94,7 @@ def push(folder, repository, private):
     hub = HfApi()
     try:
         with answered():
-            hub.create_repo(repository, private=private, exist_ok=True)
+            repository = hub.create_repo(repository, private=private, exist_ok=True).repo_id  # NAME is USER/NAME there
             hub.upload_folder(repo_id=repository, folder_path=folder)
     except OSError as error:
         again = f"hf upload {repository} {folder}" + " --private" * private
@@ -113,6 +115,10 @@ def model_card(name, model, flags):
         lines = [f"- Data: {data}; {training['tokens']:,} tokens in {training['step']:,} steps"]
         lines += [f"- Hardware: {facts['world_size']} × {facts['hardware']}; {versions}"]
         lines += [f"- Initial weights: {Path(facts['init_from']).name}", f"- Command: `{facts['command']}`"]
+        if "--resume" in facts["command"] and (file := run_of(name) / FLAGS).is_file():  # has its other flags
+            lines.append(f"- Flags: {', '.join(file.read_text().splitlines())}")
+        if rollbacks := facts.get("rolled_back"):
+            lines.append(f"- Diverged {len(rollbacks)} times: went back, with half the learning rate and past the data")
         files = split_tasks(facts.get("tasks"))
         tasks = dict(val_loss=None) | {f"{task}_{metric}": task for task in TASKS for metric in TASKS[task].metrics}
         rows = read_rows(run_of(name)) if (run_of(name) / METRICS).is_file() else []

@@ -209,7 +209,7 @@ def loop(run, tracer, stop):
 
     while True:  # save before evaluating: an evaluation that fails loses nothing
         last = stop.agreed or run.step >= config.max_steps
-        checkpointer.save_if_due(run.step, run.tokens, healthy=not health.bad_steps, last=last)
+        checkpointer.save_if_due(run.step, run.tokens, health, last=last)
         try:
             if not stop.agreed:
                 evaluate_if_due(run, stop)
@@ -232,8 +232,8 @@ def loop(run, tracer, stop):
         if health.problem:  # and no way back
             break
 
-    checkpointer.finish(run.step, health.problem, finished=not stop.agreed)
-    plan.print_summary(run, stop)
+    problem = checkpointer.finish(run.step, health.problem, finished=not stop.agreed)
+    plan.print_summary(run, stop, problem)
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ import shutil
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 from safetensors import SafetensorError
 from torch.nn.utils import get_total_norm
@@ -14,7 +15,6 @@ from checkpoints.run_folder import checkpoints_of, step_of
 from checkpoints.save import snapshot, write
 from common.cli import print_over_bar, python_command
 from common.device import full_tensor
-from common.errors import UserError
 from common.files import is_disk_full
 
 
@@ -34,7 +34,7 @@ class Checkpointer:
         self.folder = Path(self.config.log_dir) / self.config.run_name
         self.group = dist.new_group(backend="gloo") if has_dtensors(self.model) else None
         self.saved = start.step  # the step of the last snapshot, written or not; at first where the run starts
-        self.reached = start.step  # the newest step whose last loss and gradient were finite
+        self.sound = start.step  # the newest step that was well, see watch/rollback.py
         self.pending = False  # a checkpoint is due, and waits for a finite step
         self._thread = ThreadPoolExecutor(1)
         self._writing = None
@@ -45,20 +45,24 @@ class Checkpointer:
         if self.config.checkpoint_every and self.distributed.device.type == "cuda":
             snapshot(self.model, self.optimizer, self.distributed)  # allocates page-locked memory before the first step
 
-    def save_if_due(self, step, tokens, healthy, last):
-        """Save if this step is due. last: the run ends here. healthy: whether the last loss and gradient were finite;
-        if they were not, or if the weights are not, the checkpoint waits for a healthy step."""
+    def save_if_due(self, step, tokens, health, last):
+        """Save if this step is due. last: the run ends here. health: a watch.rollback.Health; if the last loss or
+        gradient or the weights are not finite, the checkpoint waits for a step where they are. If the ranks' copies of
+        the weights differ, it says so."""
         every = self.config.checkpoint_every
         self.pending = step > self.saved and (self.pending or last or (every > 0 and step % every == 0))
-        if healthy:
-            self.reached = step
-        if not (every and self.pending and healthy):
+        self.sound = health.sound
+        if not (every and self.pending) or health.bad_steps:
             return
         norm = full_tensor(get_total_norm(self.model.parameters()))
         if not math.isfinite(self.distributed.all_reduce(norm)[0]):
             if self.log:
                 print(f"step {step:5d}/{self.config.max_steps} | the weights are not finite: no checkpoint")
             return
+        if not self.group and len({own.item() for own in self.distributed.all_gather(checksum(self.model))}) > 1:
+            if self.log:
+                what = "the ranks' copies of the weights differ, and rank 0's are saved: python -m measure.preflight"
+                print(f"step {step:5d}/{self.config.max_steps} | {what} finds a faulty GPU")
         self.wait()
         tensors = snapshot(self.model, self.optimizer, self.distributed)
         self.saved, self.pending = step, False
@@ -66,6 +70,7 @@ class Checkpointer:
             return
         training = dict(step=step, tokens=tokens, scaler=self.scaler.state_dict()) | self.data
         training["trained_seconds"] = self.start.trained_seconds + self.monitor.trained_seconds
+        training["health"] = health.state()
         if self.log:
             training["run"] = dict(self.log.facts)
             self.log.flush()
@@ -82,13 +87,13 @@ class Checkpointer:
 
     def finish(self, step, problem, finished):
         """Wait until everything is on disk, on all ranks, and close the log. problem: why the run diverged, or None.
-        Raises UserError on rank 0 if it did or, unless checkpoint_every is 0, if `step` is not saved."""
+        Returns on rank 0 that or, unless checkpoint_every is 0, why `step` is not saved, with what to do; or None."""
         self.wait()
         if self.log:
             self._prune()  # the last validation loss is known now
         self.distributed.all_reduce(0)  # all wait: a scheduler may end the job when one process exits
         if not self.log:
-            return
+            return None
         every = self.config.checkpoint_every
         if every and not math.isfinite(self.log.val_losses.get(step, 0.0)):
             problem = f"the validation loss of step {step} is not finite; {self._way_back()}"
@@ -99,12 +104,11 @@ class Checkpointer:
         elif every and self._failed:
             problem = f"step {step} is not saved; {self.newest()}"
         self.log.close(finished=finished and not problem)
-        if problem:
-            raise UserError(problem)
+        return problem
 
     def _way_back(self):
         """What to do after the run diverged, in words."""
-        if followed := [path for path in checkpoints_of(self.folder) if step_of(path) < self.reached]:
+        if followed := [path for path in checkpoints_of(self.folder) if step_of(path) <= self.sound]:
             return f"go back with --resume {followed[0]} and a lower --lr"
         return "start over with another --run_name and a lower --lr"
 
@@ -147,10 +151,10 @@ class Checkpointer:
         return error
 
     def _prune(self):
-        """Remove all checkpoints but the newest keep_checkpoints, the newest whose next step was finite, and the one
-        with the lowest validation loss. One whose validation loss is not finite is always removed."""
+        """Remove all checkpoints but the newest keep_checkpoints, the newest whose next step was well, and the one with
+        the lowest validation loss. One whose validation loss is not finite is always removed."""
         sound, best = self._sound_and_best()
-        followed = [path for path in sound if step_of(path) < self.reached][:1]
+        followed = [path for path in sound if step_of(path) <= self.sound][:1]
         for path in checkpoints_of(self.folder):
             if path not in sound[: self.config.keep_checkpoints] + followed + best:
                 self._remove(path)
@@ -180,3 +184,8 @@ class Checkpointer:
             print_over_bar(f"an older checkpoint could not be removed: {error}")
             return False
         return True
+
+
+def checksum(model):
+    """() int64: the sum of a model's float32 weights, each read as an integer. Copies that are equal have the same."""
+    return sum(parameter.detach().view(torch.int32).sum(dtype=torch.int64) for parameter in model.parameters())

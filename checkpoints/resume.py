@@ -27,9 +27,9 @@ class Start:
     sizes: GPTConfig | None  # of these weights
 
     def __post_init__(self):
-        so_far = dict(step=0, tokens=0, trained_seconds=0.0, rollbacks=[]) | (self.training or {})
+        so_far = dict(step=0, tokens=0, trained_seconds=0.0, rolled_back=[], health=None) | (self.training or {})
         self.step, self.tokens, self.trained_seconds = (so_far[name] for name in ("step", "tokens", "trained_seconds"))
-        self.rollbacks = so_far["rollbacks"]  # of the run before this start, see watch/rollback.py
+        self.rollbacks, self.health = so_far["rolled_back"], so_far["health"]  # before this start: watch/rollback.py
         # in the data: the tokens that the run has trained on, or skipped
         self.position = self.tokens + sum(rollback["skipped_tokens"] for rollback in self.rollbacks)
         self.lost_seconds = sum(rollback["lost_seconds"] for rollback in self.rollbacks)  # of steps rolled back
@@ -47,9 +47,9 @@ def find_start(config, distributed):
         weights = distributed.broadcast(distributed.on_main(lambda: load.locate(config.init_from)))
         distributed.on_main(lambda: load.verify_weights(weights))
     training = load.read_training(resumed) if resumed else None
-    if training:  # the run's own file has the rollbacks since, too
-        rollbacks = (facts_of(run_of(resumed)) or training["run"]).get("rollbacks", [])
-        training["rollbacks"] = [each for each in rollbacks if each["step"] <= training["step"]]
+    if training:  # the run's own file has the rollbacks since, too; a branch has those before the checkpoint
+        goes_on = run_of(resumed).resolve() == folder_of(config.log_dir, config.run_name).resolve()
+        training["rolled_back"] = (goes_on and facts_of(run_of(resumed)) or training["run"]).get("rolled_back", [])
     return Start(resumed, training, weights, load.load_config(weights) if weights is not None else None)
 
 

@@ -4,7 +4,7 @@
     modal run --detach clusters/modal_app.py::train --run-name NAME --flags "--total_batch_size 1048576"
 
 Another machine sees a file of a volume only when its container starts, so several machines need --parallel ddp, where
-rank 0 writes whole checkpoints.
+rank 0 writes whole checkpoints, and a run that diverges does not go back by itself.
 """
 
 import shlex
@@ -33,6 +33,7 @@ def train(run_name: str, flags: str = ""):
     command = ["torchrun", f"--nnodes={MACHINES}", f"--nproc_per_node={GPUS}", f"--master_addr={first}"]
     command += [f"--node_rank={cluster.container_rank()}", "--master_port=29500", "train_gpt2.py"]
     command += ["--data_dir", "/shared/edu_fineweb10B", "--log_dir", "/shared/log", "--run_name", run_name]
+    command += ["--rollbacks", "3" if MACHINES == 1 else "0"]
     torchrun = subprocess.Popen(command + shlex.split(flags), cwd="/train-gpt2")
     try:
         torchrun.wait(HOURS * 3600 - 180)

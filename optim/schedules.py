@@ -22,6 +22,7 @@ TINY = dict(
 )
 # The defaults with --demo
 DEMO = dict(TINY, demo=True, data_dir="demo_data")
+LONGEST_WARMUP = 0.1  # with --max_minutes
 
 
 def recipe_defaults(flags):
@@ -39,7 +40,7 @@ def check_flags(config, notes):
     ):
         if getattr(config, flag) != getattr(type(config), flag) and getattr(config, other) != value:
             notes.append(Note(flag, getattr(config, flag), f"it has no effect without --{other} {value}"))
-    if config.warmup_steps > config.max_steps:
+    if config.warmup_steps > config.max_steps and not config.max_minutes:
         reason = f"the run ends at step {config.max_steps}, so lr never reaches {config.lr:g}"
         notes.append(Note("warmup_steps", config.warmup_steps, reason))
 
@@ -48,14 +49,18 @@ def learning_rate(step, config, peak):
     """The learning rate of step `step` (from 0) for a peak rate: linear warm-up to the peak, then by lr_schedule.
 
     cosine and linear decay to min_lr_ratio * peak at max_steps. wsd (warm-up, stable, decay; Hu et al. 2024, "MiniCPM")
-    stays at the peak, and decays linearly over the last cooldown_ratio of all steps. constant: the peak.
+    stays at the peak, and decays linearly over the last cooldown_ratio of all steps. constant: the peak. With
+    max_minutes the warm-up is at most LONGEST_WARMUP of the steps that fit.
     GPT-3 (Brown et al. 2020, appendix B): linear warm-up over 375M tokens, cosine decay to 10%.
     """
-    if step < config.warmup_steps:
-        return peak * (step + 1) / config.warmup_steps
+    warmup_steps = config.warmup_steps
+    if config.max_minutes:  # the steps are not known before the run; 715 may be all of them
+        warmup_steps = min(warmup_steps, round(LONGEST_WARMUP * config.max_steps))
+    if step < warmup_steps:
+        return peak * (step + 1) / warmup_steps
     if config.lr_schedule == "constant":
         return peak
-    decay_start = config.warmup_steps
+    decay_start = warmup_steps
     if config.lr_schedule == "wsd":
         decay_start = max(decay_start, round((1 - config.cooldown_ratio) * config.max_steps))
     progress = min(1.0, max(0.0, (step - decay_start) / max(1, config.max_steps - decay_start)))

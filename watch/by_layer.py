@@ -13,19 +13,20 @@ from parallel import gradients
 from parallel.fsdp import is_sharded
 
 
-def print_norms(run, tokens):
+def norms_by_layer(run, tokens):
     """Print a table of the run's last step, of so many tokens: forward and backward again, one sequence at a time.
+    Returns its rows on rank 0: [{layer, weights, gradients, activations}], as text.
 
     Norms are L2 norms of a layer's weights and gradients, activations the largest root mean square of a sequence's. Of
     several ranks the largest value is shown. Gradients are those of the weights after the step, before clipping.
 
-    run: train_gpt2.Run. A collective. There is no table with --pipeline and --context, where no rank has all of a
-    sequence.
+    run: train_gpt2.Run. A collective. There is no table, but None, with --pipeline and --context, where no rank has all
+    of a sequence.
     """
     trainer, distributed, model = run.trainer, run.trainer.distributed, run.trainer.model
     config = trainer.config
     if config.pipeline > 1 or config.context > 1:
-        return
+        return None
     layers = dict(embedding=model.transformer.wte, positions=model.transformer.wpe)
     layers |= {f"block {i}": block for i, block in enumerate(model.transformer.h)}
     layers["last LayerNorm"] = model.transformer.ln_f
@@ -51,15 +52,20 @@ def print_norms(run, tokens):
     if distributed.world_size > 1 and not is_sharded(config):  # the model was called without DDP
         for parameter in model.parameters():
             dist.all_reduce(parameter.grad.div_(distributed.world_size))
-    table = full_tensor(model.transformer.wte.weight.detach()).float()
-    logits = (torch.cat(last_tokens) @ table.T).abs().amax()  # of the last token of each sequence
+    head = full_tensor(model.transformer.wte.weight.detach()).float()
+    logits = (torch.cat(last_tokens) @ head.T).abs().amax()  # of the last token of each sequence
     values = [logits, *(value for name, layer in layers.items() for value in norms(layer, squares[name]))]
     values = torch.stack(distributed.all_gather(torch.stack([value.cpu() for value in values]))).amax(0)  # NaN stays
-    if distributed.is_main:
-        print(f"{'largest of all ranks':20s} {'weights':>12s} {'gradients':>12s} {'activations':>12s}")
-        for name, row in zip(layers, values[1:].view(-1, 3).tolist()):
-            print(f"{name:20s} " + " ".join(f"{value:12.4g}" for value in row))
-        print(f"{'largest logit':20s} {values[0].item():12.4g}")
+    gradients.zero(trainer)
+    if not distributed.is_main:
+        return None
+    names = ("weights", "gradients", "activations")
+    rows = [[f"{value:.4g}" for value in row] for row in values[1:].view(-1, 3).tolist()]
+    table = [dict(layer=layer) | dict(zip(names, row)) for layer, row in zip(layers, rows)]
+    table.append(dict(layer="largest logit", activations=f"{values[0].item():.4g}"))
+    for row in (dict(zip(names, names), layer="largest of all ranks"), *table):
+        print(f"{row['layer']:20s} " + " ".join(f"{row.get(name, ''):>12s}" for name in names))
+    return table
 
 
 @torch.no_grad()

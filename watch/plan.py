@@ -2,7 +2,7 @@
 
 from checkpoints.run_folder import checkpoints_of
 from common.cli import python_command
-from common.errors import first_line, word
+from common.errors import UserError, first_line, word
 from optim.schedules import accumulation_steps
 from parallel import place
 from parallel.memory import data_ranks
@@ -39,7 +39,7 @@ def print_plan(run, notes, switches):
     data = f"{count(len(train_stream.shards), 'train shard')}, {count(train_stream.total, 'token')}; "
     evaluated = val_stream.sequences(config.val_tokens, config.seq_len) * config.seq_len
     data += f"{len(val_stream.shards)} val, {evaluated:,} of {val_stream.total:,} tokens"
-    warmup = count(config.warmup_steps, "warm-up step")
+    warmup = count(config.warmup_steps, "warm-up step") + (" (at most a tenth of all)" if config.max_minutes else "")
     device = f"{world_size} × {facts['hardware']}; PyTorch {facts['torch']}"
     device += f", CUDA {facts['cuda']}" if facts["cuda"] else ""
     device += f"; MFU is of {log.peak_flops / 1e12 / world_size:g} TFLOP/s a device" if log.peak_flops else ""
@@ -76,10 +76,11 @@ def note_lines(notes):
         yield f"{'; '.join(texts)}: {reason}"
 
 
-def print_summary(run, stop):
+def print_summary(run, stop, problem):
     """Write the run's report, print what it has reached and what to type next, on rank 0.
 
-    run: train_gpt2.Run; stop: its StopSignal. Raises UserError if its logs lack lines.
+    run: train_gpt2.Run; stop: its StopSignal; problem: what Checkpointer.finish() returned. Raises UserError with the
+    problem, and if the run's logs lack lines.
     """
     config, log = run.trainer.config, run.log
     if not log:
@@ -109,4 +110,6 @@ def print_summary(run, stop):
     if stop.agreed:
         signal = stop.name or "a signal to another rank"
         print(f"{signal}: stopped at step {run.step}; {run.checkpointer.how_to_continue()}")
+    if problem:
+        raise UserError(problem)
     log.check_complete()

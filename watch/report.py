@@ -50,6 +50,7 @@ class Flags:
 def write(folder):
     """Write curves.png and report.html: the report's path. Raises UserError for a run that cannot be read, OSError."""
     rows, facts = curves.read_rows(folder), facts_of(folder)
+    rollbacks = facts.get("rolled_back", [])
     tiles, evaluations, samples = {}, {}, []
     for metric, (label, text) in TILES.items():
         if found := [row[metric] for row in rows if row.get(metric) is not None]:
@@ -66,9 +67,11 @@ def write(folder):
         time=time.strftime("%Y-%m-%d %H:%M %Z"),
         tiles=tiles,
         image=base64.b64encode(curves.draw([folder]).read_bytes()).decode(),
-        facts=facts,
+        facts={name: facts[name] for name in facts if name not in ("rolled_back", "norms")},
         known={name: facts[name] for name in FACTS.split() if facts.get(name) is not None},
         evaluations=list(evaluations.values()),
+        rollbacks=[{name: each[name] for name in each if name != "norms"} for each in rollbacks],
+        norms=facts.get("norms") or next((each["norms"] for each in reversed(rollbacks)), None),
         samples=samples,
         checkpoints=checkpoints_of(folder),
     )

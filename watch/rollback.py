@@ -7,6 +7,7 @@ import collections
 import contextlib
 import dataclasses
 import gc
+import itertools
 import math
 import os
 import statistics
@@ -16,13 +17,14 @@ import torch
 from checkpoints.load import first_intact, read_training
 from checkpoints.run_folder import checkpoints_of, set_aside_newer, step_of
 from optim.schedules import steps_in_time
-from watch.by_layer import print_norms
+from watch.by_layer import norms_by_layer
 
-MAX_BAD_STEPS = 10  # in a row, with a loss or gradient norm that is not finite
-# A loss that stays above its trend: the median of the last TREND_STEPS losses is above the lowest such median before by
-# MARGIN nats, and by SPREADS of their standard deviations. A spike is over sooner. In five simulations of 20,000 losses
-# with normal noise and no trend the difference was 2.4 to 3.7 standard deviations
-TREND_STEPS, MARGIN, SPREADS = 20, 0.5, 4
+# The last WINDOW steps have MAX_BAD_STEPS with a loss or gradient norm that is not finite, or a median loss above the
+# lowest such median before by MARGIN nats and by SPREADS standard deviations of the noise in that lowest window: the
+# root mean square of the differences between successive losses, over the root of 2, which no trend changes (von Neumann
+# 1941). A spike is over sooner. In 24 simulations of 20,000 losses (normal noise, rare large deviations, a slow trend)
+# the median was 1.4 to 3.3 standard deviations above the lowest
+WINDOW, MAX_BAD_STEPS, MARGIN, SPREADS = 20, 10, 0.5, 4
 LR_FACTOR = 0.5  # of all learning rates, at each rollback
 
 
@@ -30,51 +32,60 @@ class Health:
     """Whether a run has diverged. All ranks see the same losses, so they agree without a collective."""
 
     def __init__(self, start):
-        """start: a checkpoints.resume.Start."""
+        """start: a checkpoints.resume.Start, whose checkpoint has the state() before it."""
         self.bad_steps = 0  # in a row, up to the last one, with a loss or norm that is not finite
-        self.sound = start.step  # the newest step that was well: so was the checkpoint from which it began
-        self.forget()
-        if start.rollbacks:
-            self._trend = [(start.step - 1, start.rollbacks[-1]["lowest_loss"] or math.inf)]
+        state = start.health or dict(losses=[], bad=[], lowest=None, noise=0.0, sound=start.step)
+        self._losses, self._bad = (collections.deque(state[name], maxlen=WINDOW) for name in ("losses", "bad"))
+        self._lowest = math.inf if state["lowest"] is None else state["lowest"]  # of the medians
+        self._noise = state["noise"]  # of its window
+        # the newest step that was well; of a checkpoint after such a step the next one counts too
+        self.sound = start.step if state["sound"] >= start.step - 1 else state["sound"]
+
+    def state(self):
+        """What a checkpoint keeps: a resumed run finds what an uninterrupted one does."""
+        lowest = self._lowest if math.isfinite(self._lowest) else None  # JSON has no infinity
+        lists = dict(losses=list(self._losses), bad=list(self._bad))
+        return lists | dict(lowest=lowest, noise=self._noise, sound=self.sound)
 
     def forget(self):
         """Begin a new trend."""
-        self._losses = collections.deque(maxlen=TREND_STEPS)
-        self._median = -math.inf  # of the last TREND_STEPS losses
-        self._trend = [(-1, math.inf)]  # (step, the lowest of these medians so far)
+        self._losses.clear()
+        self._lowest, self._noise = math.inf, 0.0
 
     def observe(self, step, result):
         """Take in the train_gpt2.StepResult of step `step`."""
         self.bad_steps = 0 if result.finite else self.bad_steps + 1
+        self._bad.append(not result.finite)
         if not math.isfinite(result.loss):
             return
-        lowest = self._trend[-1][1]
-        if result.finite and result.loss <= lowest + MARGIN / 2:
+        if result.finite and result.loss <= self._lowest + MARGIN / 2:
             self.sound = step
         self._losses.append(result.loss)
-        if len(self._losses) == TREND_STEPS:
-            self._median = statistics.median(self._losses)
-            self._trend.append((step, min(lowest, self._median)))
+        if len(self._losses) == WINDOW and (median := statistics.median(self._losses)) < self._lowest:
+            steps = [after - before for before, after in itertools.pairwise(self._losses)]
+            self._lowest, self._noise = median, math.hypot(*steps) / math.sqrt(2 * len(steps))
 
-    def lowest_before(self, step):
-        """The lowest median loss before a step; infinite if there is none."""
-        return next((lowest for other, lowest in reversed(self._trend) if other < step), math.inf)
+    @property
+    def is_lost(self):
+        """Whether training cannot go on without a rollback."""
+        return sum(self._bad) >= MAX_BAD_STEPS
 
     @property
     def problem(self):
         """Why the run has diverged, in words, or None."""
-        lowest = self._trend[-1][1]
-        if self.bad_steps >= MAX_BAD_STEPS:
-            return f"the loss or the gradient was not finite in {self.bad_steps} steps in a row"
-        if self._median > lowest + MARGIN and self._median > lowest + SPREADS * statistics.stdev(self._losses):
-            return f"the median loss of {TREND_STEPS} steps is {self._median:.3f}, and was {lowest:.3f}"
+        if self.is_lost:
+            return f"the loss or the gradient was not finite in {sum(self._bad)} of the last {len(self._bad)} steps"
+        if len(self._losses) == WINDOW:
+            median = statistics.median(self._losses)
+            if median > self._lowest + max(MARGIN, SPREADS * self._noise):
+                return f"the median loss of {WINDOW} steps is {median:.3f}, and was {self._lowest:.3f}"
         return None
 
 
 def go_back(run, health, tokens):
     """The checkpoint that a diverged run goes back to, or None if there is none, or no rollback is left.
 
-    tokens: of the last step. A collective. It prints what happened and the norms by layer, and notes the rollback in
+    tokens: of the last step. A collective. It prints what happened and the norms by layer, and notes both in
     config.json. The run's log is closed; train_gpt2.train() begins again with the flags of again().
     """
     trainer, log, checkpointer = run.trainer, run.log, run.checkpointer
@@ -85,25 +96,28 @@ def go_back(run, health, tokens):
         checkpointer.wait()
         sound = [path for path in checkpoints_of(checkpointer.folder) if step_of(path) <= health.sound]
         checkpoint = distributed.broadcast(distributed.on_main(lambda: first_intact(sound)))
+    norms = norms_by_layer(run, tokens)
+    if log:
+        log.facts["norms"] = norms
     if not checkpoint:
-        if log and not health.bad_steps:
+        if log and not health.is_lost:
             reason = "no rollback is left" if len(done) >= config.rollbacks else "there is no sound checkpoint"
             print(f"step {run.step:5d}/{config.max_steps} | {health.problem}: {reason}, training goes on")
         health.forget()
         return None
-    print_norms(run, tokens)
     training = read_training(checkpoint)
-    skipped = run.tokens - training["tokens"]
+    # data that is bad for longer: twice as much is skipped each time that the run comes back to a checkpoint
+    before = [rollback["skipped_tokens"] for rollback in done if rollback["step"] == training["step"]]
+    skipped = max(run.tokens - training["tokens"], 2 * max(before, default=0))
     lost = run.start.trained_seconds + trainer.monitor.trained_seconds - training.get("trained_seconds", 0.0)
     if log:
         print(
             f"step {run.step:5d}/{config.max_steps} | {health.problem}: back to {checkpoint}, with {LR_FACTOR:g} × the "
-            f"learning rate and without the {skipped:,} tokens since (rollback {len(done) + 1} of {config.rollbacks})"
+            f"learning rate and without the next {skipped:,} tokens (rollback {len(done) + 1} of {config.rollbacks})"
         )
         own = dict(problem=health.problem, diverged=run.step, step=training["step"])
-        lowest = health.lowest_before(training["step"])
-        own |= dict(skipped_tokens=skipped, lost_seconds=lost, lowest_loss=lowest if math.isfinite(lowest) else None)
-        log.facts |= dict(rollbacks=[*done, own], wandb_id=None)  # wandb's step cannot decrease: a new page
+        own |= dict(skipped_tokens=skipped, lost_seconds=lost, norms=norms)
+        log.facts |= dict(rolled_back=[*done, own], wandb_id=None)  # wandb's step cannot decrease: a new page
         with contextlib.suppress(OSError):  # the next RunLog does it again, and says why it is impossible
             set_aside_newer(log.folder, training["step"])  # first: a process that ends here must not continue from them
         log.close(finished=False)
@@ -128,4 +142,5 @@ def as_left(config, start):
     """A resolved Config with the learning rates and the remaining time that a checkpoints.resume.Start leaves."""
     factor = LR_FACTOR ** len(start.rollbacks)
     steps = steps_in_time(config, start.step, start)
-    return dataclasses.replace(config, lr=config.lr * factor, adamw_lr=config.adamw_lr * factor, max_steps=steps)
+    adamw_lr = config.adamw_lr * (factor if config.optimizer == "muon" else 1)
+    return dataclasses.replace(config, lr=config.lr * factor, adamw_lr=adamw_lr, max_steps=steps)

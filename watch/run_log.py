@@ -54,7 +54,7 @@ class RunLog:
             self.facts = dict(vars(config), run_name=self.folder.name, world_size=distributed.world_size)
             self.facts |= environment(device) | dict(started_in=os.getcwd(), finished=False, wandb_id=None)
             self.facts["dataset"] = dataset_name(config.data_dir)
-            self.facts["rollbacks"] = training.get("rollbacks", []) if training else []
+            self.facts["rolled_back"] = training.get("rolled_back", []) if training else []
             if earlier and self.first_step >= config.max_steps:  # no step follows: the run stays as it is
                 if run_folder.step_of(run_folder.checkpoints_of(self.folder)[0]) > self.first_step:
                     raise UserError(

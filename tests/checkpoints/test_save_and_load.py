@@ -26,6 +26,7 @@ from data.tokenizer import END_OF_TEXT, VOCAB_SIZE, get_tokenizer
 from model import GPT, GPTConfig
 from optim.optimizer import allocate_state, make_optimizer, named_state
 from parallel import place
+from watch.rollback import Health
 
 
 def tiny(n_embd=16):
@@ -59,7 +60,7 @@ def test_files_follow_the_umask(tmp_path, group, layout, umask, mode):
     before = os.umask(umask)
     try:
         checkpointer, _ = make_checkpointer(tmp_path, layout, checkpoint_every=1)
-        checkpointer.save_if_due(1, 0, healthy=True, last=False)
+        checkpointer.save_if_due(1, 0, health(1), last=False)
         checkpointer.wait()
     finally:
         os.umask(before)
@@ -163,6 +164,13 @@ def make_checkpointer(log_dir, layout="ddp", **flags):
     return Checkpointer(trainer, {}, log, resume.Start(None, None, None, None)), log.val_losses
 
 
+def health(step, bad_steps=0):
+    """The Health of a run whose newest step that was well is this one."""
+    result = Health(resume.Start(None, None, None, None))
+    result.sound, result.bad_steps = step, bad_steps
+    return result
+
+
 def test_folders_of_other_names_are_no_checkpoints(tmp_path):
     for name in ("checkpoint_000001", "checkpoint_²", "checkpoint_", "checkpoint_1.old"):
         (tmp_path / name).mkdir()
@@ -187,7 +195,7 @@ def test_a_write_that_fails_keeps_no_snapshot(tmp_path, group, monkeypatch, caps
     try:
         resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
         for step in range(1, 6):
-            checkpointer.save_if_due(step, 0, healthy=True, last=False)
+            checkpointer.save_if_due(step, 0, health(step), last=False)
             checkpointer.wait()
         # the thread may still hold the last one
         assert sum(tensor() is not None for tensor in snapshots) <= len(snapshots) / 5
@@ -202,7 +210,7 @@ def test_the_newest_and_the_best_stay(tmp_path):
     checkpointer, val_losses = make_checkpointer(tmp_path, checkpoint_every=1, keep_checkpoints=2)
     losses = {999_998: 5.0, 999_999: 3.0, 1_000_000: 4.0, 1_000_001: None, 1_000_002: float("nan")}
     for step, loss in losses.items():
-        checkpointer.save_if_due(step, 0, healthy=True, last=False)
+        checkpointer.save_if_due(step, 0, health(step), last=False)
         checkpointer.wait()
         if loss is not None:
             val_losses[step] = loss  # evaluated after it is saved
@@ -215,9 +223,9 @@ def test_a_checkpoint_waits_for_a_finite_step(tmp_path, capsys):
     checkpointer, _ = make_checkpointer(tmp_path, checkpoint_every=2)
     saved, weight = [], checkpointer.model.transformer.h[1].mlp.c_fc.bias
     steps = ((0, 1, 0), (1, 1, 0), (2, 0, 0), (3, 0, 0), (4, 1, math.nan), (5, 1, math.inf), (6, 1, 0))
-    for step, healthy, value in steps:
+    for step, finite, value in steps:
         weight.data[3] = value
-        checkpointer.save_if_due(step, 0, healthy, last=False)
+        checkpointer.save_if_due(step, 0, health(step, bad_steps=1 - finite), last=False)
         checkpointer.wait()
         saved.append([path.name for path in checkpoints_of(tmp_path / "run")])
     assert saved == [[], [], [], [], [], [], ["checkpoint_000006"]]
@@ -251,7 +259,7 @@ def test_on_a_full_disk_the_next_to_be_pruned_makes_room(small_disk, capsys):
     for step, loss in enumerate((3.0, 5.0, 4.0, 2.0, 1.0), 1):
         if step == 3:
             (disk / "filler").unlink()
-        checkpointer.save_if_due(step, 0, healthy=True, last=False)
+        checkpointer.save_if_due(step, 0, health(step), last=False)
         checkpointer.wait()
         val_losses[step] = loss
         saved.append([step_of(path) for path in checkpoints_of(disk / "run")])
@@ -277,7 +285,7 @@ def test_a_checkpoint_that_did_not_fit_on_the_disk_never_appears(tmp_path, monke
     checkpointer, _ = make_checkpointer(tmp_path, checkpoint_every=1)
 
     def save_until(step):
-        checkpointer.save_if_due(step, 0, healthy=True, last=False)
+        checkpointer.save_if_due(step, 0, health(step), last=False)
         checkpointer.wait()
         return [path.name for path in (tmp_path / "run").iterdir()]
 

@@ -132,7 +132,9 @@ def test_the_report_is_one_file_with_everything(tmp_path, call_main):
     facts = dict(
         command="train_gpt2.py --lr '<b>'", hardware="H100", world_size=8, finished=False, profile=0, cuda=None
     )
-    run = write_run(tmp_path / "a & b", 5, **facts | dict(rollbacks=[dict(step=3, reason="NaN")]))
+    run = write_run(
+        tmp_path / "a & b", 5, **facts | dict(rolled_back=[dict(step=3, reason="NaN", norms=[dict(layer="block 7")])])
+    )
     (run / "checkpoint_000003").mkdir()
     rows = [dict(step=5, tokens=5000, samples=["old"]), dict(step=5, tokens=5000, samples=[text])]
     for step in range(5, 8):
@@ -150,7 +152,7 @@ def test_the_report_is_one_file_with_everything(tmp_path, call_main):
         "&lt;script&gt;$title {body} &amp;",
     ):
         assert part in page, part
-    for part in ("50.0%</b>MFU", "900,000</b>tokens/sec", "<td>NaN</td>"):
+    for part in ("50.0%</b>MFU", "900,000</b>tokens/sec", "<td>NaN</td>", "<td>block 7</td>"):
         assert part in page, part
     assert "checkpoint_000003</pre>" in page and "<dt>profile</dt><dd>0</dd>" in page and "old" not in page
     assert (run / "curves.png").exists() and 'src="data:image/png;base64,iVBORw0' in page

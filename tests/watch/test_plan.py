@@ -85,9 +85,9 @@ def test_the_plan_of_a_resumed_run(tmp_path, capsys, monkeypatch):
     assert [count(number, "layer") for number in (0, 1, 2)] == ["0 layers", "1 layer", "2 layers"]
 
 
-def summarize(config, log):
+def summarize(config, log, problem=None):
     trainer = SimpleNamespace(config=config)
-    print_summary(SimpleNamespace(trainer=trainer, log=log, tokens=12345, step=8), StopSignal())
+    print_summary(SimpleNamespace(trainer=trainer, log=log, tokens=12345, step=8), StopSignal(), problem)
 
 
 def test_the_summary(tmp_path, capsys, monkeypatch):
