@@ -192,8 +192,7 @@ class Output:
     keep_checkpoints: int = flag(3, at_least=1, sweep=False)
     """Newest checkpoints to keep; also kept: the best one, and the newest one whose next step was well."""
     rollbacks: int = flag(3, at_least=0, sweep=False)
-    """How often a run that diverges may go back to a checkpoint, halve its learning rate and skip the data since; 0 is
-    off."""
+    """How often a run that diverges goes back to a checkpoint, at half the learning rate and past the data; 0: never."""
     log_dir: str = flag("log", sweep=False)
     """Folder of all runs."""
     profile: int = flag(0, at_least=0, one_start=True, sweep=False)

@@ -128,7 +128,7 @@ def test_a_run_that_ends_among_the_traced_steps(train):
     """In a process of its own, since a forked one skips the interpreter's exit, which a running profiler crashes."""
     wild = ("--profile", 12, "--max_steps", 30, "--lr", 1e30, "--grad_clip", 0)
     done = train("x", *wild, drop="--max_steps --lr", fails=True, env=dict(OMP_NUM_THREADS="1"))
-    expect_error(done, "10 steps in a row")
+    expect_error(done, "10 of the last 11 steps")
     assert "the run has ended among the steps of --profile" in done.stdout
 
 
