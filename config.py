@@ -152,8 +152,8 @@ class SeveralGPUs:
 
     TITLE = "several GPUs"
     parallel: Literal["ddp", "zero1", "zero2", "zero3", "hsdp"] = "ddp"
-    """What a GPU holds. ddp: everything. zero3: a shard of everything. zero2: as zero3, but weights stay gathered
-    during a step. zero1: as zero2, but all gradients, averaged once a step. hsdp: zero3 in each machine."""
+    """What a GPU holds. ddp: everything. zero3: a shard of everything. hsdp: zero3 in each machine.
+    zero2: as zero3, but weights stay gathered during a step. zero1: as zero2, but gradients stay whole until its end."""
     tensor: int = flag(1, at_least=1, sweep="axis")
     """Split every layer over this many adjacent ranks: heads, columns of the MLP, rows of the embedding table."""
     context: int = flag(1, at_least=1, sweep="axis")
@@ -192,7 +192,7 @@ class Output:
     keep_checkpoints: int = flag(3, at_least=1, sweep=False)
     """Newest checkpoints to keep; also kept: the best one, and the newest one whose next step was well."""
     rollbacks: int = flag(3, at_least=0, sweep=False)
-    """How often a run that diverges goes back to a checkpoint, at half the learning rate and past the data; 0: never."""
+    """How often a diverged run goes back to a checkpoint, at half the learning rate and past the data; 0: never."""
     log_dir: str = flag("log", sweep=False)
     """Folder of all runs."""
     profile: int = flag(0, at_least=0, one_start=True, sweep=False)
