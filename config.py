@@ -153,7 +153,7 @@ class SeveralGPUs:
     TITLE = "several GPUs"
     parallel: Literal["ddp", "zero1", "zero2", "zero3", "hsdp"] = "ddp"
     """What a GPU holds. ddp: everything. zero3: a shard of everything. hsdp: zero3 in each machine.
-    zero2: as zero3, but weights stay gathered during a step. zero1: as zero2, but gradients stay whole until its end."""
+    zero2: as zero3, but weights stay gathered during a step. zero1: as zero2, with whole gradients until its end."""
     tensor: int = flag(1, at_least=1, sweep="axis")
     """Split every layer over this many adjacent ranks: heads, columns of the MLP, rows of the embedding table."""
     context: int = flag(1, at_least=1, sweep="axis")
