@@ -106,9 +106,9 @@ def go_back(run, health, tokens):
         health.forget()
         return None
     training = read_training(checkpoint)
-    # data that is bad for longer: twice as much is skipped each time that the run comes back to a checkpoint
+    # the data since, and of WINDOW more steps, which may be bad too; twice as much if the run comes back once more
     before = [rollback["skipped_tokens"] for rollback in done if rollback["step"] == training["step"]]
-    skipped = max(run.tokens - training["tokens"], 2 * max(before, default=0))
+    skipped = max(run.tokens - training["tokens"] + WINDOW * tokens, 2 * max(before, default=0))
     lost = run.start.trained_seconds + trainer.monitor.trained_seconds - training.get("trained_seconds", 0.0)
     if log:
         print(

@@ -67,7 +67,7 @@ def train_with_a_flipped_bit(train, script, ranks, flags):
     assert not all(math.isfinite(float(norm)) and float(norm) < 1e6 for norm in block[2:])  # the table shows where
     [rollback] = json.loads((run / "config.json").read_text())["rolled_back"]
     assert (rollback["step"], rollback["diverged"]) == (10, 15 + MAX_BAD_STEPS)
-    assert rollback["skipped_tokens"] == 64 * (rollback["diverged"] - rollback["step"])
+    assert rollback["skipped_tokens"] == 64 * (rollback["diverged"] - rollback["step"] + WINDOW)
     rows = [row for row in metrics(run) if "lr" in row]
     assert [row["step"] for row in rows] == list(range(32)) and all(row["train_loss"] for row in rows)
     training = read_training(run / "checkpoint_000032")
