@@ -30,6 +30,8 @@ from data.tasks import TASKS, split_tasks
 from data.tokenizer import save_tokenizer
 from watch.curves import METRICS, read_rows
 
+LOCAL = ("#", "log_dir:", "run_name:", "data_dir:", "wandb")  # lines of flags.yaml that a model card leaves out
+
 
 @dataclass
 class Flags:
@@ -116,9 +118,10 @@ def model_card(name, model, flags):
         lines += [f"- Hardware: {facts['world_size']} × {facts['hardware']}; {versions}"]
         lines += [f"- Initial weights: {Path(facts['init_from']).name}", f"- Command: `{facts['command']}`"]
         if "--resume" in facts["command"] and (file := run_of(name) / FLAGS).is_file():  # has its other flags
-            lines.append(f"- Flags: {', '.join(file.read_text().splitlines())}")
+            own = [line for line in file.read_text().splitlines() if not line.startswith(LOCAL)]
+            lines.append(f"- Flags: {', '.join(own)}")
         if rollbacks := facts.get("rolled_back"):
-            lines.append(f"- Diverged {len(rollbacks)} times: went back, with half the learning rate and past the data")
+            lines.append(f"- Rollbacks, each at half the learning rate and past some data: {len(rollbacks)}")
         files = split_tasks(facts.get("tasks"))
         tasks = dict(val_loss=None) | {f"{task}_{metric}": task for task in TASKS for metric in TASKS[task].metrics}
         rows = read_rows(run_of(name)) if (run_of(name) / METRICS).is_file() else []

@@ -182,7 +182,7 @@ def train(flags, distributed, typed, stop):
     """Train with the flags of a Config; typed: those on the command line. Returns what loop() returns."""
     start = resume.find_start(flags, distributed)
     config, notes = resolve(flags, distributed, memory.free_memory(distributed), start, typed)
-    config = rollback.as_left(config, start)
+    config = rollback.as_left(config, start, notes)
     notes += resume.changed_flags(start, config)
     train_stream, val_stream, data = open_streams(config, distributed)
     resume.check_same(start, config, data)

@@ -108,7 +108,7 @@ class Checkpointer:
 
     def _way_back(self):
         """What to do after the run diverged, in words."""
-        if followed := [path for path in checkpoints_of(self.folder) if step_of(path) <= self.sound]:
+        if followed := self._followed(checkpoints_of(self.folder)):
             return f"go back with --resume {followed[0]} and a lower --lr"
         return "start over with another --run_name and a lower --lr"
 
@@ -154,15 +154,15 @@ class Checkpointer:
         """Remove all checkpoints but the newest keep_checkpoints, the newest whose next step was well, and the one with
         the lowest validation loss. One whose validation loss is not finite is always removed."""
         sound, best = self._sound_and_best()
-        followed = [path for path in sound if step_of(path) <= self.sound][:1]
         for path in checkpoints_of(self.folder):
-            if path not in sound[: self.config.keep_checkpoints] + followed + best:
+            if path not in sound[: self.config.keep_checkpoints] + self._followed(sound) + best:
                 self._remove(path)
 
     def _make_room(self):
         """Remove one checkpoint: one that is not sound, else the oldest, else the best. Returns whether that worked."""
         sound, best = self._sound_and_best()
-        worth = lambda path: (path in sound[:1], path in best, path in sound, step_of(path))  # noqa: E731
+        keep = best + self._followed(sound)
+        worth = lambda path: (path in sound[:1], path in keep, path in sound, step_of(path))  # noqa: E731
         found = sorted(checkpoints_of(self.folder), key=worth)
         if len(found) > 1:
             print_over_bar(f"the disk is full: {found[0]} makes room")
@@ -173,6 +173,10 @@ class Checkpointer:
         losses = {path: self.log.val_losses.get(step_of(path)) for path in checkpoints_of(self.folder)}
         sound = [path for path in losses if losses[path] is None or math.isfinite(losses[path])]
         return sound, sorted((path for path in sound if losses[path] is not None), key=losses.get)[:1]
+
+    def _followed(self, paths):
+        """[The newest of these checkpoints whose next step was well], if there is one."""
+        return [path for path in paths if step_of(path) <= self.sound][:1]
 
     def _remove(self, path):
         """Remove a checkpoint; returns whether that worked."""

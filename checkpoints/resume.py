@@ -30,9 +30,16 @@ class Start:
         so_far = dict(step=0, tokens=0, trained_seconds=0.0, rolled_back=[], health=None) | (self.training or {})
         self.step, self.tokens, self.trained_seconds = (so_far[name] for name in ("step", "tokens", "trained_seconds"))
         self.rollbacks, self.health = so_far["rolled_back"], so_far["health"]  # before this start: watch/rollback.py
-        # in the data: the tokens that the run has trained on, or skipped
-        self.position = self.tokens + sum(rollback["skipped_tokens"] for rollback in self.rollbacks)
+        self.position = position_of(self.tokens, self.rollbacks)
         self.lost_seconds = sum(rollback["lost_seconds"] for rollback in self.rollbacks)  # of steps rolled back
+
+
+def position_of(tokens, rollbacks):
+    """Where in the data a run continues that has trained on so many tokens, after these rollbacks: past all that it has
+    read or skipped, also from a checkpoint before the one that the last rollback went back to."""
+    if not rollbacks:
+        return tokens
+    return rollbacks[-1]["position"] + max(0, tokens - rollbacks[-1]["tokens"])
 
 
 def find_start(config, distributed):

@@ -84,14 +84,14 @@ def step_of(path):
     return int(path.name.removeprefix("checkpoint_"))
 
 
-def set_aside_newer(folder, step):
+def set_aside_newer(folder, step, logs=False):
     """Rename a run's checkpoints after `step` to *.abandoned, after copying its logs, which the caller then cuts.
 
-    Returns these checkpoints.
+    Returns these checkpoints. logs: copy the logs if there are none, too.
     The newest checkpoint goes first: after an interruption the logs cover all checkpoints that are left.
     """
     newer = [path for path in checkpoints_of(folder) if step_of(path) > step]
-    for log in [folder / "log.txt", folder / "metrics.jsonl"] if newer else []:
+    for log in [folder / "log.txt", folder / "metrics.jsonl"] if newer or logs else []:
         if log.exists():
             shutil.copy(log, unused_name(log.with_name(log.name + ".abandoned")))
     for path in newer:

@@ -18,6 +18,7 @@ from config import INTERVALS, chosen_flags, resolve
 from data.loader import Loader, open_streams
 from data.shards import dataset_name
 from measure.child_run import ChildRun, explain, run_config, shown_command
+from optim.optimizer import update_if_finite
 from optim.schedules import accumulation_steps, set_learning_rates
 from parallel import gradients, memory, process_group
 from train_gpt2 import build, train_step
@@ -143,7 +144,9 @@ def take_turns(config, pipe):
         if step:  # one micro-batch and an update take back the memory that the other run had
             set_learning_rates(trainer.optimizer, step, config)
             loss = trainer.accumulate(trainer, lambda: first_batch, untimed, stop)
-            trainer.optimizer.step()
+            trainer.scaler.unscale_(trainer.optimizer)
+            norm = gradients.clip(trainer.model, config.grad_clip)
+            update_if_finite(trainer.optimizer, trainer.scaler, norm)
             gradients.zero(trainer)
             loss.item()  # waits for the GPU
         for _ in range(steps):

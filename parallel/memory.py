@@ -129,14 +129,14 @@ def bytes_of_weights(config, distributed):
     if not is_sharded(config):  # in float32, and the 16-bit copies that autocast makes of the weights
         return (4 + 4 + (width if width < 4 else 0)) * params
     own = 4 * params / shard_group_size(config, distributed)
-    if config.pipeline > 1 or config.parallel == "zero1":
-        # weights stay gathered, gradients whole and in float32, until the last micro-batch
+    if config.pipeline > 1:  # weights stay gathered, gradients whole and in float32, until the last micro-batch
         return own + (width + 4) * params
     unit = blocks_together(config) * 12 * config.n_embd**2 / config.tensor
     # one unit computes, one is prefetched
-    gathered = params if config.parallel in ("ddp", "zero2") else embeddings + 2 * unit
+    gathered = params if config.parallel in ("ddp", "zero1", "zero2") else embeddings + 2 * unit
     reduced = max(unit, embeddings)  # a unit's gradients, and their float32 copy for the reduce-scatter
-    return 2 * own + width * gathered + (width + 4) * reduced
+    accumulates = config.parallel == "zero1" and accumulation_steps(config, distributed.data_size) > 1
+    return 2 * own + width * gathered + (width + 4) * reduced + accumulates * 4 * params
 
 
 def bytes_of_states(config):

@@ -7,7 +7,6 @@ import collections
 import contextlib
 import dataclasses
 import gc
-import itertools
 import math
 import os
 import statistics
@@ -15,16 +14,18 @@ import statistics
 import torch
 
 from checkpoints.load import first_intact, read_training
+from checkpoints.resume import position_of
 from checkpoints.run_folder import checkpoints_of, set_aside_newer, step_of
+from common.errors import Note
 from optim.schedules import steps_in_time
 from watch.by_layer import norms_by_layer
 
 # The last WINDOW steps have MAX_BAD_STEPS with a loss or gradient norm that is not finite, or a median loss above the
-# lowest such median before by MARGIN nats and by SPREADS standard deviations of the noise in that lowest window: the
-# root mean square of the differences between successive losses, over the root of 2, which no trend changes (von Neumann
-# 1941). A spike is over sooner. In 24 simulations of 20,000 losses (normal noise, rare large deviations, a slow trend)
-# the median was 1.4 to 3.3 standard deviations above the lowest
-WINDOW, MAX_BAD_STEPS, MARGIN, SPREADS = 20, 10, 0.5, 4
+# lowest such median before by MARGIN nats and by SPREADS standard deviations of that lowest window's losses. A spike is
+# over sooner. In simulations of 5,000 losses with an autocorrelation up to 0.6, as steps of few tokens have it, the
+# median was at most 5.0 standard deviations above the lowest; in nine runs of 64 to 256 tokens a step at most 3.6
+WINDOW, MAX_BAD_STEPS, MARGIN, SPREADS = 20, 10, 0.5, 6
+PATIENCE = 200  # steps that are not well and no divergence; after that they are the new trend
 LR_FACTOR = 0.5  # of all learning rates, at each rollback
 
 
@@ -34,10 +35,10 @@ class Health:
     def __init__(self, start):
         """start: a checkpoints.resume.Start, whose checkpoint has the state() before it."""
         self.bad_steps = 0  # in a row, up to the last one, with a loss or norm that is not finite
-        state = start.health or dict(losses=[], bad=[], lowest=None, noise=0.0, sound=start.step)
+        state = start.health or dict(losses=[], bad=[], lowest=None, spread=0.0, sound=start.step)
         self._losses, self._bad = (collections.deque(state[name], maxlen=WINDOW) for name in ("losses", "bad"))
         self._lowest = math.inf if state["lowest"] is None else state["lowest"]  # of the medians
-        self._noise = state["noise"]  # of its window
+        self._spread = state["spread"]  # the standard deviation of its window
         # the newest step that was well; of a checkpoint after such a step the next one counts too
         self.sound = start.step if state["sound"] >= start.step - 1 else state["sound"]
 
@@ -45,12 +46,12 @@ class Health:
         """What a checkpoint keeps: a resumed run finds what an uninterrupted one does."""
         lowest = self._lowest if math.isfinite(self._lowest) else None  # JSON has no infinity
         lists = dict(losses=list(self._losses), bad=list(self._bad))
-        return lists | dict(lowest=lowest, noise=self._noise, sound=self.sound)
+        return lists | dict(lowest=lowest, spread=self._spread, sound=self.sound)
 
     def forget(self):
         """Begin a new trend."""
         self._losses.clear()
-        self._lowest, self._noise = math.inf, 0.0
+        self._lowest, self._spread = math.inf, 0.0
 
     def observe(self, step, result):
         """Take in the train_gpt2.StepResult of step `step`."""
@@ -62,8 +63,9 @@ class Health:
             self.sound = step
         self._losses.append(result.loss)
         if len(self._losses) == WINDOW and (median := statistics.median(self._losses)) < self._lowest:
-            steps = [after - before for before, after in itertools.pairwise(self._losses)]
-            self._lowest, self._noise = median, math.hypot(*steps) / math.sqrt(2 * len(steps))
+            self._lowest, self._spread = median, statistics.stdev(self._losses)
+        if step - self.sound >= PATIENCE:
+            self.forget()
 
     @property
     def is_lost(self):
@@ -77,7 +79,7 @@ class Health:
             return f"the loss or the gradient was not finite in {sum(self._bad)} of the last {len(self._bad)} steps"
         if len(self._losses) == WINDOW:
             median = statistics.median(self._losses)
-            if median > self._lowest + max(MARGIN, SPREADS * self._noise):
+            if median > self._lowest + max(MARGIN, SPREADS * self._spread):
                 return f"the median loss of {WINDOW} steps is {median:.3f}, and was {self._lowest:.3f}"
         return None
 
@@ -108,18 +110,20 @@ def go_back(run, health, tokens):
     training = read_training(checkpoint)
     # the data since, and of WINDOW more steps, which may be bad too; twice as much if the run comes back once more
     before = [rollback["skipped_tokens"] for rollback in done if rollback["step"] == training["step"]]
-    skipped = max(run.tokens - training["tokens"] + WINDOW * tokens, 2 * max(before, default=0))
+    position = position_of(training["tokens"], done)
+    skipped = max(run.loader.position - position + WINDOW * tokens, 2 * max(before, default=0))
     lost = run.start.trained_seconds + trainer.monitor.trained_seconds - training.get("trained_seconds", 0.0)
     if log:
         print(
             f"step {run.step:5d}/{config.max_steps} | {health.problem}: back to {checkpoint}, with {LR_FACTOR:g} × the "
             f"learning rate and without the next {skipped:,} tokens (rollback {len(done) + 1} of {config.rollbacks})"
         )
-        own = dict(problem=health.problem, diverged=run.step, step=training["step"])
-        own |= dict(skipped_tokens=skipped, lost_seconds=lost, norms=norms)
+        own = dict(problem=health.problem, diverged=run.step, step=training["step"], tokens=training["tokens"])
+        own |= dict(skipped_tokens=skipped, position=position + skipped, lost_seconds=lost, norms=norms)
         log.facts |= dict(rolled_back=[*done, own], wandb_id=None)  # wandb's step cannot decrease: a new page
         with contextlib.suppress(OSError):  # the next RunLog does it again, and says why it is impossible
-            set_aside_newer(log.folder, training["step"])  # first: a process that ends here must not continue from them
+            # first: a process that ends here must not continue from them
+            set_aside_newer(log.folder, training["step"], logs=True)
         log.close(finished=False)
     distributed.all_reduce(0)  # until config.json is written, which all ranks read
     return checkpoint
@@ -138,9 +142,11 @@ def again(flags, checkpoint):
     return dataclasses.replace(flags, **own)
 
 
-def as_left(config, start):
-    """A resolved Config with the learning rates and the remaining time that a checkpoints.resume.Start leaves."""
+def as_left(config, start, notes):
+    """A resolved Config with the learning rates and the time that a checkpoints.resume.Start leaves. Notes the rate."""
     factor = LR_FACTOR ** len(start.rollbacks)
+    if start.rollbacks:
+        notes.append(Note("lr", config.lr * factor, f"it is {factor:g} × --lr since the run's rollbacks"))
     steps = steps_in_time(config, start.step, start)
     adamw_lr = config.adamw_lr * (factor if config.optimizer == "muon" else 1)
     return dataclasses.replace(config, lr=config.lr * factor, adamw_lr=adamw_lr, max_steps=steps)

@@ -11,7 +11,7 @@ from checkpoints import resume
 from checkpoints.load import read_training
 from config import Config
 from optim.schedules import steps_in_time
-from watch.rollback import MARGIN, MAX_BAD_STEPS, WINDOW, Health
+from watch.rollback import MARGIN, MAX_BAD_STEPS, PATIENCE, WINDOW, Health
 
 # A fault in a step, once in the life of the process
 FAULT = """
@@ -45,7 +45,7 @@ def observe(losses):
 
 
 def test_what_is_a_divergence():
-    falling = [6 - 0.1 * step for step in range(40)]
+    falling = [6 - 0.01 * step for step in range(40)]
     assert observe(falling).problem is None
     assert observe([*falling, 9, 9, 9, 2]).problem is None  # a spike
     assert observe(falling + [math.nan] * (MAX_BAD_STEPS - 1) + [2]).problem is None
@@ -58,6 +58,8 @@ def test_what_is_a_divergence():
     assert observe(falling + [falling[-1] + 3 * MARGIN, falling[-1] + 40 * MARGIN] * WINDOW).problem
     high.forget()
     assert high.problem is None
+    new = observe(falling + [falling[-1] + 0.7 * MARGIN] * (PATIENCE + 5))  # not well, for so long that it is the trend
+    assert new.problem is None and new.sound == 39 + PATIENCE + 5
 
 
 def train_with_a_flipped_bit(train, script, ranks, flags):
@@ -134,13 +136,20 @@ def test_a_loss_that_stays_high_sends_a_run_back(train, script, monkeypatch):
     assert "block 1" in (none / "output.txt").read_text()  # the norms by layer
 
 
+def test_a_run_goes_on_past_what_it_has_skipped():
+    rollback = dict(step=3, tokens=300, position=900)
+    assert resume.position_of(500, []) == 500
+    assert resume.position_of(500, [dict(rollback, position=1), rollback]) == 1100
+    assert resume.position_of(200, [rollback]) == 900  # from an older checkpoint than the rollback's
+
+
 def test_minutes_become_steps():
     config = Config(max_minutes=2, max_steps=7)
     fresh = resume.Start(None, None, None, None)
     assert steps_in_time(config, 0, fresh) == 7  # no step is known
     assert steps_in_time(config, 10, fresh, seconds=30) == 40
     assert steps_in_time(config, 41, fresh, seconds=121) == 41  # the time is over
-    rollback = dict(step=10, skipped_tokens=0, lost_seconds=60)
+    rollback = dict(step=10, tokens=0, position=0, lost_seconds=60)
     back = resume.Start(None, dict(step=10, trained_seconds=30, rolled_back=[rollback]), None, None)
     assert steps_in_time(config, 10, back) == 20
     assert steps_in_time(config, 15, back, seconds=30) == 15
