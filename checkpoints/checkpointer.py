@@ -154,8 +154,9 @@ class Checkpointer:
         """Remove all checkpoints but the newest keep_checkpoints, the newest whose next step was well, and the one with
         the lowest validation loss. One whose validation loss is not finite is always removed."""
         sound, best = self._sound_and_best()
+        keep = sound[: self.config.keep_checkpoints] + self._followed(sound) + best
         for path in checkpoints_of(self.folder):
-            if path not in sound[: self.config.keep_checkpoints] + self._followed(sound) + best:
+            if path not in keep:
                 self._remove(path)
 
     def _make_room(self):

@@ -20,11 +20,11 @@ from config import SETTLING_STEPS, Config, defaults
 from measure import figures
 from measure.child_run import begin, count_devices, finish, run_config, train_to_end
 from optim.optimizer import OPTIMIZERS, optimizer_defaults
+from optim.schedules import LONGEST_WARMUP
 from watch.curves import read_rows
 
 COLUMNS = ("rung", "final loss", "difference", "p", "tokens", "× first", "seconds", "× first")
 VAL_TOKENS = 2621440  # at most, in each of some 20 validations
-LR_WARMUP = 0.1  # of max_steps at most
 
 # The defaults of --demo: 2 minutes on two CPU cores
 DEMO = dict(max_steps=40, val_tokens=4096, seeds=2, micro_batch_size=2)
@@ -133,7 +133,7 @@ def recipe_run(config, changes):
     """The Config of a recipe's run: some 20 validations, no other evaluations; the warm-up fits into the steps."""
     own = dict(hellaswag_every=0, sample_every=0, checkpoint_every=0, val_every=max(1, config.max_steps // 20))
     changed = run_config(config, **own, val_tokens=min(config.val_tokens, VAL_TOKENS), **changes)
-    changed.warmup_steps = min(changed.warmup_steps, int(LR_WARMUP * config.max_steps))
+    changed.warmup_steps = min(changed.warmup_steps, int(LONGEST_WARMUP * config.max_steps))
     return changed
 
 

@@ -9,6 +9,7 @@ from common.interrupt import StopSignal
 import math
 import statistics
 import time
+from dataclasses import replace
 
 import torch
 
@@ -18,9 +19,7 @@ from config import INTERVALS, chosen_flags, resolve
 from data.loader import Loader, open_streams
 from data.shards import dataset_name
 from measure.child_run import ChildRun, explain, run_config, shown_command
-from optim.optimizer import update_if_finite
-from optim.schedules import accumulation_steps, set_learning_rates
-from parallel import gradients, memory, process_group
+from parallel import memory, process_group
 from train_gpt2 import build, train_step
 from watch.hardware import environment, flops_per_token, mfu, peak_flops, peak_memory
 
@@ -132,7 +131,9 @@ def take_turns(config, pipe):
     batches = stream, config.micro_batch_size, config.seq_len, distributed
     loader, first_batch = Loader(*batches), Loader(*batches).next_batch()
     trainer = build(config, distributed, start.weights, start.sizes)
-    untimed = 1 if config.pipeline == 1 else accumulation_steps(config, distributed.data_size)  # a pipeline needs all
+    small = config.micro_batch_size * config.seq_len * distributed.data_size  # a pipeline needs all micro-batches
+    batch_size = small if config.pipeline == 1 else config.total_batch_size
+    untimed = replace(trainer, config=replace(config, total_batch_size=batch_size))
     device, stop, step = distributed.device, StopSignal(), 0
     if distributed.is_main:
         facts = dict(vars(config), world_size=distributed.world_size, dataset=dataset_name(config.data_dir))
@@ -142,13 +143,9 @@ def take_turns(config, pipe):
     while True:
         steps, results = pipe.recv(), []
         if step:  # one micro-batch and an update take back the memory that the other run had
-            set_learning_rates(trainer.optimizer, step, config)
-            loss = trainer.accumulate(trainer, lambda: first_batch, untimed, stop)
-            trainer.scaler.unscale_(trainer.optimizer)
-            norm = gradients.clip(trainer.model, config.grad_clip)
-            update_if_finite(trainer.optimizer, trainer.scaler, norm)
-            gradients.zero(trainer)
-            loss.item()  # waits for the GPU
+            train_step(untimed, step, lambda: first_batch, stop)
+            if device.type == "cuda":
+                torch.cuda.synchronize()
         for _ in range(steps):
             if pipe.poll():  # closed: the process that asks has ended
                 raise EOFError

@@ -22,7 +22,7 @@ TINY = dict(
 )
 # The defaults with --demo
 DEMO = dict(TINY, demo=True, data_dir="demo_data")
-LONGEST_WARMUP = 0.1  # with --max_minutes
+LONGEST_WARMUP = 0.1  # of the steps: with --max_minutes, and of the recipes that measure.to_loss compares
 
 
 def recipe_defaults(flags):

@@ -7,6 +7,7 @@ import collections
 import contextlib
 import dataclasses
 import gc
+import itertools
 import math
 import os
 import statistics
@@ -34,7 +35,6 @@ class Health:
 
     def __init__(self, start):
         """start: a checkpoints.resume.Start, whose checkpoint has the state() before it."""
-        self.bad_steps = 0  # in a row, up to the last one, with a loss or norm that is not finite
         state = start.health or dict(losses=[], bad=[], lowest=None, spread=0.0, sound=start.step)
         self._losses, self._bad = (collections.deque(state[name], maxlen=WINDOW) for name in ("losses", "bad"))
         self._lowest = math.inf if state["lowest"] is None else state["lowest"]  # of the medians
@@ -55,7 +55,6 @@ class Health:
 
     def observe(self, step, result):
         """Take in the train_gpt2.StepResult of step `step`."""
-        self.bad_steps = 0 if result.finite else self.bad_steps + 1
         self._bad.append(not result.finite)
         if not math.isfinite(result.loss):
             return
@@ -66,6 +65,11 @@ class Health:
             self._lowest, self._spread = median, statistics.stdev(self._losses)
         if step - self.sound >= PATIENCE:
             self.forget()
+
+    @property
+    def bad_steps(self):
+        """Steps in a row, up to the last one, with a loss or norm that is not finite."""
+        return len([*itertools.takewhile(bool, reversed(self._bad))])
 
     @property
     def is_lost(self):
@@ -99,9 +103,9 @@ def go_back(run, health, tokens):
         sound = [path for path in checkpoints_of(checkpointer.folder) if step_of(path) <= health.sound]
         checkpoint = distributed.broadcast(distributed.on_main(lambda: first_intact(sound)))
     norms = norms_by_layer(run, tokens)
-    if log:
-        log.facts["norms"] = norms
     if not checkpoint:
+        if log:
+            log.facts["norms"] = norms
         if log and not health.is_lost:
             reason = "no rollback is left" if len(done) >= config.rollbacks else "there is no sound checkpoint"
             print(f"step {run.step:5d}/{config.max_steps} | {health.problem}: {reason}, training goes on")

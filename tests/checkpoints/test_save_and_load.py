@@ -167,7 +167,9 @@ def make_checkpointer(log_dir, layout="ddp", **flags):
 def health(step, bad_steps=0):
     """The Health of a run whose newest step that was well is this one."""
     result = Health(resume.Start(None, None, None, None))
-    result.sound, result.bad_steps = step, bad_steps
+    result.sound = step
+    for _ in range(bad_steps):
+        result.observe(step, SimpleNamespace(loss=math.nan, finite=False))
     return result
 
 
