@@ -11,7 +11,7 @@ from safetensors import SafetensorError
 from torch.nn.utils import get_total_norm
 
 from checkpoints.pieces import has_dtensors
-from checkpoints.run_folder import checkpoints_of, step_of
+from checkpoints.run_folder import checkpoints_of, run_of, step_of
 from checkpoints.save import snapshot, write
 from common.cli import print_over_bar, python_command
 from common.device import full_tensor
@@ -33,7 +33,10 @@ class Checkpointer:
         self.data, self.log, self.start = data, log, start
         self.folder = Path(self.config.log_dir) / self.config.run_name
         self.group = dist.new_group(backend="gloo") if has_dtensors(self.model) else None
-        self.saved = start.step  # the step of the last snapshot, written or not; at first where the run starts
+        # The step of the last snapshot, written or not. A run or a branch is saved before its first step, so that it
+        # can go back
+        goes_on = start.resumed and run_of(start.resumed).resolve() == self.folder.resolve()
+        self.saved = start.step if goes_on or not self.config.rollbacks else start.step - 1
         self.sound = start.step  # the newest step that was well, see watch/rollback.py
         self.pending = False  # a checkpoint is due, and waits for a finite step
         self._thread = ThreadPoolExecutor(1)
@@ -50,7 +53,8 @@ class Checkpointer:
         gradient or the weights are not finite, the checkpoint waits for a step where they are. If the ranks' copies of
         the weights differ, it says so."""
         every = self.config.checkpoint_every
-        self.pending = step > self.saved and (self.pending or last or (every > 0 and step % every == 0))
+        due = last or step == self.start.step or (every > 0 and step % every == 0)
+        self.pending = step > self.saved and (self.pending or due)
         self.sound = health.sound
         if not (every and self.pending) or health.bad_steps:
             return

@@ -109,6 +109,14 @@ def peak_bytes(config, distributed):
     return max(evaluation, peak)
 
 
+def describe(config, distributed):
+    """What a GPU's memory holds at the peak of a step, in words. An estimate, as peak_bytes()."""
+    states = bytes_of_states(config) / shard_group_size(config, distributed)
+    parts = bytes_of_weights(config, distributed), states, bytes_of_activations(config)
+    weights, states, activations = (f"{part / 2**30:.1f} GB" for part in parts)
+    return f"about {weights} of weights and gradients, {states} of optimizer states, {activations} of activations"
+
+
 def params_of_rank(config):
     """Parameters that --tensor and --pipeline leave a rank, the most of all ranks, before sharding."""
     return params_of_embeddings(config) + max(blocks_of_stages(config)) * 12 * config.n_embd**2 / config.tensor

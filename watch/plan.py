@@ -4,15 +4,14 @@ from checkpoints.run_folder import checkpoints_of
 from common.cli import python_command
 from common.errors import UserError, first_line, word
 from optim.schedules import accumulation_steps
-from parallel import place
-from parallel.memory import data_ranks
+from parallel import memory, place
 from watch.hardware import peak_memory
 
 FEW_STEPS = 10  # a run with a smaller --max_steps gets no figure
 
 
 def print_plan(run, notes, switches):
-    """Print what is about to run, on rank 0.
+    """Print what is about to run, on rank 0, and keep it for the report.
 
     run: train_gpt2.Run; notes: of resolve(); switches: {name: on} of the optimizations, in the order and with the names
     to print, such as {"tf32": True, "autocast bf16": True, "fp8": False}.
@@ -35,7 +34,7 @@ def print_plan(run, notes, switches):
     off = ", ".join(name for name, value in switches.items() if not value)
     sizes = f"{count(config.n_layer, 'layer')}, {count(config.n_head, 'head')}, {config.n_embd} wide"
     batch = f"{count(config.total_batch_size, 'token')} = {count(config.micro_batch_size, 'sequence')} × "
-    batch += f"{count(config.seq_len, 'token')} × {accumulated} accumulated × {data_ranks(distributed)}"
+    batch += f"{count(config.seq_len, 'token')} × {accumulated} accumulated × {memory.data_ranks(distributed)}"
     data = f"{count(len(train_stream.shards), 'train shard')}, {count(train_stream.total, 'token')}; "
     evaluated = val_stream.sequences(config.val_tokens, config.seq_len) * config.seq_len
     data += f"{len(val_stream.shards)} val, {evaluated:,} of {val_stream.total:,} tokens"
@@ -49,6 +48,7 @@ def print_plan(run, notes, switches):
         ("init", init),
         ("batch", batch),
         *([("parallel", place.describe(config, distributed))] if world_size > 1 else []),
+        *([("memory", memory.describe(config, distributed))] if facts["cuda"] else []),
         ("recipe", f"{config.optimizer}, lr {config.lr:g}, {warmup}, then {config.lr_schedule}"),
         ("training", amount),
         ("on", f"{on} (off: {off})" if off else on),
@@ -58,8 +58,10 @@ def print_plan(run, notes, switches):
         *log.where_to_watch().items(),
         *(("note", line) for line in note_lines(notes)),
     ]
-    for name, text in lines:
-        print(f"{name:10s} {text}")
+    plan = [f"{name:10s} {text}" for name, text in lines]
+    print(*plan, sep="\n")
+    if start.step < config.max_steps:  # else the run stays as it is
+        log.keep(plan=plan)
 
 
 def count(number, thing):

@@ -24,9 +24,6 @@ from common.files import atomic_write
 from watch import curves
 
 PAGE = Path(__file__).with_name("report_page.html")
-# What a reader asks first; the other flags and facts are below the fold
-FACTS = "model init_from dataset data_dir hardware world_size parallel optimizer lr lr_schedule total_batch_size "
-FACTS += "micro_batch_size seq_len autocast compile attention seed torch cuda git_commit"
 # The figures at the top: {metric: (its name, its last or median value)}
 TILES = dict(
     step=("step", "{last}"),
@@ -67,8 +64,8 @@ def write(folder):
         time=time.strftime("%Y-%m-%d %H:%M %Z"),
         tiles=tiles,
         image=base64.b64encode(curves.draw([folder]).read_bytes()).decode(),
-        facts={name: facts[name] for name in facts if name not in ("rolled_back", "norms")},
-        known={name: facts[name] for name in FACTS.split() if facts.get(name) is not None},
+        facts={name: facts[name] for name in facts if name not in ("rolled_back", "norms", "plan")},
+        plan=facts.get("plan", []),
         evaluations=list(evaluations.values()),
         rollbacks=[{name: each[name] for name in each if name != "norms"} for each in rollbacks],
         norms=facts.get("norms") or next((each["norms"] for each in reversed(rollbacks)), None),

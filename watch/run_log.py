@@ -141,14 +141,18 @@ class RunLog:
         """Return when all lines are on disk, if the folder can be written: no gap then precedes a checkpoint."""
         self._write(sync=True)
 
-    def close(self, finished=True):
-        """End the log. finished: whether the run is complete; a new run of this name must not overwrite it."""
-        self._write(sync=True)
-        self.facts["finished"] = finished
+    def keep(self, **facts):
+        """Add to config.json."""
+        self.facts |= facts
         try:
             self._write_facts()
         except OSError as error:
             self._error = error
+
+    def close(self, finished=True):
+        """End the log. finished: whether the run is complete; a new run of this name must not overwrite it."""
+        self._write(sync=True)
+        self.keep(finished=finished)
         for file in (self.log_txt, self.metrics_jsonl):
             with contextlib.suppress(OSError):  # that of _write()
                 file.close()

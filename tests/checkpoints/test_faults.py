@@ -17,6 +17,7 @@ from conftest import ROOT, TINY, begin, expect_error, logged, metrics, wait_unti
 from fork_server import TIMEOUT
 
 from checkpoints import load
+from checkpoints.run_folder import checkpoints_of, step_of
 from common import errors
 
 EVERY_3 = ("--checkpoint_every", 3, "--val_every", 4, "--val_tokens", 64)
@@ -53,7 +54,8 @@ def long_run(name, steps, *flags):
 
 
 def has_checkpoint(run):
-    return any(run.glob("checkpoint_??????"))
+    """One after a step."""
+    return any(map(step_of, checkpoints_of(run)))
 
 
 def children(process):
@@ -210,7 +212,8 @@ def test_ctrl_c_that_also_ends_who_reads_the_output(tmp_path, corpus):
     os.kill(process.pid, signal.SIGINT)
     process.wait(TIMEOUT)
     assert process.returncode == 0
-    assert len(list((tmp_path / "log" / "tee").glob("checkpoint_*"))) == 1
+    newest, start = checkpoints_of(tmp_path / "log" / "tee")
+    assert step_of(newest) >= 4 and step_of(start) == 0
 
 
 @pytest.mark.parametrize("later, code", [(0.9, 7), (1.1, 130)])
@@ -252,7 +255,7 @@ def test_a_full_disk_leaves_the_checkpoint_before(tmp_path, corpus, train):
 
     done = train_limited("new")
     expect_error(done, "step 7 is not saved", "there is no checkpoint")
-    assert done.stdout.count("the checkpoint was not written") == 3
+    assert done.stdout.count("the checkpoint was not written") == 4
     same(train("new", *flags, drop=drop), whole, 7)
 
 
@@ -323,9 +326,10 @@ def test_a_run_that_ends_with_ruined_weights_fails(train):
     ruined = ("--lr", 1e30, "--grad_clip", 0, "--warmup_steps", 0, "--max_steps", 1, "--checkpoint_every", 1)
     drop = "--lr --warmup_steps --max_steps --checkpoint_every --val_every --sample_every"
     done = train("ruined", *ruined, "--val_every", 1, "--sample_every", 1, drop=drop, fails=True)
-    expect_error(done, "validation loss of step 1 is not finite", "start over", "--lr")
+    expect_error(done, "validation loss of step 1 is not finite", "--resume log/ruined/checkpoint_000000", "--lr")
     assert "sample 0: (the model's logits are not finite" in done.stdout
-    done = train("blind", *ruined, drop="--lr --warmup_steps --max_steps --checkpoint_every", fails=True)
+    drop = "--lr --warmup_steps --max_steps --checkpoint_every"
+    done = train("blind", *ruined, "--rollbacks", 0, drop=drop, fails=True)
     expect_error(done, "step 1 is not saved: its loss, gradient or weights are not finite", "start over")
 
 

@@ -132,9 +132,8 @@ def test_the_report_is_one_file_with_everything(tmp_path, call_main):
     facts = dict(
         command="train_gpt2.py --lr '<b>'", hardware="H100", world_size=8, finished=False, profile=0, cuda=None
     )
-    run = write_run(
-        tmp_path / "a & b", 5, **facts | dict(rolled_back=[dict(step=3, reason="NaN", norms=[dict(layer="block 7")])])
-    )
+    rolled_back = [dict(step=3, reason="NaN", norms=[dict(layer="block 7")])]
+    run = write_run(tmp_path / "a & b", 5, **facts, rolled_back=rolled_back, plan=["recipe  <muon>"])
     (run / "checkpoint_000003").mkdir()
     rows = [dict(step=5, tokens=5000, samples=["old"]), dict(step=5, tokens=5000, samples=[text])]
     for step in range(5, 8):
@@ -150,6 +149,7 @@ def test_the_report_is_one_file_with_everything(tmp_path, call_main):
         "<dt>cuda</dt><dd>–</dd>",
         "--lr &#39;&lt;b&gt;&#39;",
         "&lt;script&gt;$title {body} &amp;",
+        "<pre>recipe  &lt;muon&gt;</pre>",
     ):
         assert part in page, part
     for part in ("50.0%</b>MFU", "900,000</b>tokens/sec", "<td>NaN</td>", "<td>block 7</td>"):

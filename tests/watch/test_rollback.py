@@ -9,6 +9,7 @@ from safetensors.torch import load_file
 
 from checkpoints import resume
 from checkpoints.load import read_training
+from checkpoints.run_folder import checkpoints_of
 from config import Config
 from optim.schedules import steps_in_time
 from watch.rollback import MARGIN, MAX_BAD_STEPS, PATIENCE, WINDOW, Health
@@ -113,6 +114,19 @@ def test_a_run_that_was_stopped_before_a_divergence_was_found_goes_back_too(trai
     assert all(weights[0][name].equal(weights[1][name]) for name in weights[0])
 
 
+def test_a_run_and_a_branch_go_back_to_their_start(train, script):
+    code = FAULT.format(fault=FLIP)
+    flags = (*FLAGS, "--checkpoint_every", 100)
+    run = train("run", *flags, "--max_steps", 12, drop=DROP, script=script(code.replace("step == 15", "step == 2")))
+    assert (run / "checkpoint_000000").exists()
+    flags = (*flags, "--resume", "log/run/checkpoint_000012")
+    branch = train("branch", *flags, drop=DROP, script=script(code))
+    for folder, step in ((run, 0), (branch, 12)):
+        [*_, rollback] = json.loads((folder / "config.json").read_text())["rolled_back"]
+        assert rollback["step"] == step
+        assert f"back to log/{folder.name}/checkpoint_{step:06d}" in (folder / "output.txt").read_text()
+
+
 def test_copies_of_the_weights_that_differ_are_noticed(train, script):
     code = FAULT.format(fault="if first: trainer.model.transformer.wte.weight.data[3, 3] += 1e-4")
     run = train("run", *FLAGS, drop=DROP, script=script(code), ranks=2)
@@ -160,10 +174,10 @@ def test_a_run_of_some_minutes(train, tmp_path):
     flags = ["--max_minutes", 0.01, "--val_every", 10**6, "--checkpoint_every", 10**6]
     run = train("run", *flags, drop="--max_steps")
     facts = json.loads((run / "config.json").read_text())
-    steps, [last] = len(logged(run)), run.glob("checkpoint_*")
+    steps, [last, _] = len(logged(run)), checkpoints_of(run)
     assert facts["finished"] and last.name == f"checkpoint_{steps:06d}" and len(logged(run, "val")) == 2
     train("run", *flags, drop="--max_steps")
-    assert len(logged(run)) == steps and [*run.glob("checkpoint_*")] == [last]
+    assert len(logged(run)) == steps and checkpoints_of(run)[0] == last
     output = (run / "output.txt").read_text()
     assert f"training   none: at step {steps} of {steps}\n" in output and "max_steps" not in output
     assert f"note       max_minutes is 0.01: the checkpoint is at step {steps}; raise it to continue\n" in output
