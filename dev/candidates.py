@@ -26,7 +26,10 @@ from optim.muon import Muon, orthogonalize_parts, update_momentum
 # {name: (the value with the name alone, what it is)}
 CANDIDATES = {
     "nesterov": (0.3, "EMA-Nesterov (arXiv 2605.25395): every step also goes this share of the updates' running mean"),
-    "average": (0.4, "after --max_steps, this share of the weights' running mean over 75 steps is mixed in"),
+    "average": (
+        0.8,
+        "at the end the weights' mean over 75 steps is mixed in: four shares up to this one are evaluated",
+    ),
     "normuon": (0.95, "NorMuon (arXiv 2510.05491): rows of an update divided by the root of their mean square"),
     "rows": (1.0, "after Muown (arXiv 2605.10797): rows as length, by Adam, times direction, by Muon without decay"),
     "cautious": (1.0, "cautious weight decay (arXiv 2510.12402): only where the update has the weight's sign"),
@@ -90,9 +93,15 @@ class Screened(Muon):
                     weight.add_(mean, alpha=share)
         if "average" in chosen and self.steps > self.config.max_steps - 4 * HORIZON:
             for weight in weights:
-                mean = self.keep("average", weight, weight).lerp_(weight, 1 / HORIZON)
-                if self.steps == self.config.max_steps:
-                    weight.lerp_(mean, chosen["average"])
+                self.keep("average", weight, weight).lerp_(weight, 1 / HORIZON)
+
+    @torch.no_grad()
+    def blend(self, share):
+        """The last weights with this share of their running mean."""
+        for group in self.param_groups:
+            for weight in group["params"]:
+                last = self.keep("last", weight, weight)
+                weight.copy_(last.lerp(self.own["average", weight], share))
 
     def step_matrices(self, group):
         weights, parts, lr = group["params"], group["parts"], group["lr"]
@@ -198,7 +207,17 @@ def main():
             raise UserError(f"candidates begin at step 0, and this is step {step}: use another --run_name")
         return schedules.set_learning_rates(optimizer, step, config)
 
+    evaluate = train_gpt2.evaluate_if_due
+
+    def evaluate_if_due(run, stop):
+        evaluate(run, stop)
+        if "average" in chosen and run.step == run.trainer.config.max_steps:
+            for quarters in (1, 2, 3, 4):
+                run.trainer.optimizer.blend(chosen["average"] * quarters / 4)
+                evaluate(run, stop)
+
     train_gpt2.make_optimizer, train_gpt2.set_learning_rates = make_optimizer, set_learning_rates
+    train_gpt2.evaluate_if_due = evaluate_if_due
     if "power" in chosen:
         linear = schedules.learning_rate
 
