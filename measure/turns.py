@@ -23,7 +23,7 @@ from parallel import memory, process_group
 from train_gpt2 import build, train_step
 from watch.hardware import environment, flops_per_token, mfu, peak_flops, peak_memory
 
-FIRST_STEPS = 5  # for compilation and the optimizer's states; training goes no further
+FIRST_STEPS = 3  # for compilation and the optimizer's states; training goes no further
 # Rounds in turn, and Student's t of a gain's 95% interval after them; more while it is wider than PRECISION to a side.
 # Of intervals that are looked at five times, 92 to 95% hold the gain
 STUDENT_T = {5: 2.776, 7: 2.447, 10: 2.262, 14: 2.160, 20: 2.093}
