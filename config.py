@@ -188,7 +188,7 @@ class Output:
 
     TITLE = "checkpoints and logs"
     checkpoint_every: int = flag(1000, at_least=0, sweep=False)
-    """Steps between checkpoints; 0 is off. With --rollbacks a run also begins with one."""
+    """Steps between checkpoints; 0 is off. Unless --rollbacks is 0, a new run or branch also begins with one."""
     keep_checkpoints: int = flag(3, at_least=1, sweep=False)
     """Newest checkpoints to keep; also kept: the best one, and the newest one whose next step was well."""
     rollbacks: int = flag(3, at_least=0, sweep=False)

@@ -11,7 +11,7 @@ from safetensors import SafetensorError
 from torch.nn.utils import get_total_norm
 
 from checkpoints.pieces import has_dtensors
-from checkpoints.run_folder import checkpoints_of, run_of, step_of
+from checkpoints.run_folder import checkpoints_of, step_of
 from checkpoints.save import snapshot, write
 from common.cli import print_over_bar, python_command
 from common.device import full_tensor
@@ -33,10 +33,9 @@ class Checkpointer:
         self.data, self.log, self.start = data, log, start
         self.folder = Path(self.config.log_dir) / self.config.run_name
         self.group = dist.new_group(backend="gloo") if has_dtensors(self.model) else None
-        # The step of the last snapshot, written or not. A run or a branch is saved before its first step, so that it
-        # can go back
-        goes_on = start.resumed and run_of(start.resumed).resolve() == self.folder.resolve()
-        self.saved = start.step if goes_on or not self.config.rollbacks else start.step - 1
+        # The step of the last snapshot, written or not. A new run, or a branch, is saved before its first step: to have
+        # where to go back to
+        self.saved = start.step if start.goes_on or not self.config.rollbacks else start.step - 1
         self.sound = start.step  # the newest step that was well, see watch/rollback.py
         self.pending = False  # a checkpoint is due, and waits for a finite step
         self._thread = ThreadPoolExecutor(1)
@@ -112,7 +111,7 @@ class Checkpointer:
 
     def _way_back(self):
         """What to do after the run diverged, in words."""
-        if followed := self._followed(checkpoints_of(self.folder)):
+        if followed := [path for path in self._followed(checkpoints_of(self.folder)) if step_of(path)]:
             return f"go back with --resume {followed[0]} and a lower --lr"
         return "start over with another --run_name and a lower --lr"
 
@@ -164,14 +163,16 @@ class Checkpointer:
                 self._remove(path)
 
     def _make_room(self):
-        """Remove one checkpoint: one that is not sound, else the oldest, else the best. Returns whether that worked."""
+        """Remove one checkpoint: one that is not sound, else the oldest, else the best; the only one, if no step
+        preceded it. Returns whether that worked."""
         sound, best = self._sound_and_best()
         keep = best + self._followed(sound)
         worth = lambda path: (path in sound[:1], path in keep, path in sound, step_of(path))  # noqa: E731
         found = sorted(checkpoints_of(self.folder), key=worth)
-        if len(found) > 1:
+        spare = len(found) > 1 or (not self.start.goes_on and [*map(step_of, found)] == [self.start.step])
+        if spare:
             print_over_bar(f"the disk is full: {found[0]} makes room")
-        return len(found) > 1 and self._remove(found[0])
+        return spare and self._remove(found[0])
 
     def _sound_and_best(self):
         """The checkpoints whose validation loss is finite or unknown, the newest first; [the one with the lowest]."""

@@ -25,6 +25,7 @@ class Start:
     training: dict | None  # its training.json
     weights: str | Path | None  # a checkpoint, a Hugging Face folder, ...; None: random weights
     sizes: GPTConfig | None  # of these weights
+    goes_on: bool = False  # whether it continues the run of that checkpoint; else it is a new one, or a branch
 
     def __post_init__(self):
         so_far = dict(step=0, tokens=0, trained_seconds=0.0, rolled_back=[], health=None) | (self.training or {})
@@ -53,11 +54,12 @@ def find_start(config, distributed):
     if not resumed and config.init_from != "scratch":
         weights = distributed.broadcast(distributed.on_main(lambda: load.locate(config.init_from)))
         distributed.on_main(lambda: load.verify_weights(weights))
-    training = load.read_training(resumed) if resumed else None
+    training, goes_on = load.read_training(resumed) if resumed else None, False
     if training:  # the run's own file has the rollbacks since, too; a branch has those before the checkpoint
         goes_on = run_of(resumed).resolve() == folder_of(config.log_dir, config.run_name).resolve()
         training["rolled_back"] = (goes_on and facts_of(run_of(resumed)) or training["run"]).get("rolled_back", [])
-    return Start(resumed, training, weights, load.load_config(weights) if weights is not None else None)
+    sizes = load.load_config(weights) if weights is not None else None
+    return Start(resumed, training, weights, sizes, goes_on)
 
 
 def find_checkpoint(config, distributed):

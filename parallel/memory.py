@@ -110,7 +110,7 @@ def peak_bytes(config, distributed):
 
 
 def describe(config, distributed):
-    """What a GPU's memory holds at the peak of a step, in words. An estimate, as peak_bytes()."""
+    """What a GPU's memory holds in a step, in words. An estimate; not all of it is there at the same time."""
     states = bytes_of_states(config) / shard_group_size(config, distributed)
     parts = bytes_of_weights(config, distributed), states, bytes_of_activations(config)
     weights, states, activations = (f"{part / 2**30:.1f} GB" for part in parts)

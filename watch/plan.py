@@ -60,7 +60,7 @@ def print_plan(run, notes, switches):
     ]
     plan = [f"{name:10s} {text}" for name, text in lines]
     print(*plan, sep="\n")
-    if start.step < config.max_steps:  # else the run stays as it is
+    if start.step < config.max_steps or "plan" not in facts:  # a run that is complete has its own
         log.keep(plan=plan)
 
 

@@ -142,17 +142,17 @@ class RunLog:
         self._write(sync=True)
 
     def keep(self, **facts):
-        """Add to config.json."""
+        """Add to config.json. Returns the OSError if that fails, or None."""
         self.facts |= facts
         try:
             self._write_facts()
         except OSError as error:
-            self._error = error
+            return error
 
     def close(self, finished=True):
         """End the log. finished: whether the run is complete; a new run of this name must not overwrite it."""
         self._write(sync=True)
-        self.keep(finished=finished)
+        self._error = self.keep(finished=finished) or self._error
         for file in (self.log_txt, self.metrics_jsonl):
             with contextlib.suppress(OSError):  # that of _write()
                 file.close()

@@ -271,6 +271,17 @@ def test_on_a_full_disk_the_next_to_be_pruned_makes_room(small_disk, capsys):
     assert out.count("the checkpoint was not written (") == 1 and out.count("makes room") == 2
 
 
+def test_on_a_full_disk_a_runs_start_makes_room(small_disk):
+    """And no other checkpoint that is the only one."""
+    checkpointer, _ = make_checkpointer(small_disk(17), checkpoint_every=1)  # one checkpoint has 11 MB
+    saved = []
+    for step in range(3):
+        checkpointer.save_if_due(step, 0, health(step), last=False)
+        checkpointer.wait()
+        saved.append([step_of(path) for path in checkpoints_of(checkpointer.folder)])
+    assert saved == [[0], [1], [1]]
+
+
 def test_on_a_full_disk_all_ranks_write_again(small_disk, command, corpus):
     """Of a sharded run without a name, which all ranks know."""
     disk = small_disk(50)  # two checkpoints have 41 MB
