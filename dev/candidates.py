@@ -26,10 +26,7 @@ from optim.muon import Muon, orthogonalize_parts, update_momentum
 # {name: (the value with the name alone, what it is)}
 CANDIDATES = {
     "nesterov": (0.3, "EMA-Nesterov (arXiv 2605.25395): every step also goes this share of the updates' running mean"),
-    "average": (
-        0.8,
-        "at the end the weights' mean over 75 steps is mixed in: four shares up to this one are evaluated",
-    ),
+    "average": (0.8, "at the end four shares, up to this one, of the weights' mean over 75 steps are evaluated"),
     "normuon": (0.95, "NorMuon (arXiv 2510.05491): rows of an update divided by the root of their mean square"),
     "rows": (1.0, "after Muown (arXiv 2605.10797): rows as length, by Adam, times direction, by Muon without decay"),
     "cautious": (1.0, "cautious weight decay (arXiv 2510.12402): only where the update has the weight's sign"),

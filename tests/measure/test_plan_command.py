@@ -1,5 +1,6 @@
 """Plans against the measurements of docs/scaling.md and dev/LOG.md, and against what is known by counting."""
 
+import re
 import shlex
 import sys
 from dataclasses import replace
@@ -20,6 +21,7 @@ from parallel.memory import (
     bytes_of_activations,
     bytes_of_states,
     bytes_of_weights,
+    describe,
     params_of_rank,
     peak_bytes,
 )
@@ -68,6 +70,7 @@ def test_memory_and_speed_are_those_measured():
         (4, small, 21.9, 2321200),
         (2, dict(small, parallel="zero2"), 20.6, 1142400),
         (2, dict(small, parallel="zero3"), 20.5, 1128800),
+        (2, dict(micro_batch_size=128, parallel="zero1"), 39.25, 1169850),
         (1, xl, 102.9, 53800),
         (2, xl, 102.9, 106000),
         (2, dict(xl, parallel="zero2"), 91.6, 103500),
@@ -82,12 +85,19 @@ def test_memory_and_speed_are_those_measured():
         memory, estimated = estimate(gpus, **flags)
         assert memory / GB == pytest.approx(gb, rel=0.05), flags
         assert estimated == pytest.approx(rate, rel=0.2 if "n_embd" in flags else 0.05), flags
-        if gpus == 2:
+        if gpus == 2 and flags.get("parallel") != "zero1":
             rates.append((estimated, rate))
     # ddp, zero2 and zero3 of each model on two GPUs are in the measured order
     for of_model in (rates[i : i + 3] for i in range(0, 9, 3)):
         assert sorted(of_model) == sorted(of_model, key=lambda pair: pair[1])
     assert len(rates) == 9
+
+
+def test_memory_by_purpose():
+    config = sized(gpus=1, micro_batch_size=64, **WITHOUT_EVALUATIONS)
+    parts = [float(number) for number in re.findall(r"([\d.]+) GB", describe(config, ranks(config)))]
+    assert parts[1] == pytest.approx(8 * 124.4e6 / GB, abs=0.05)
+    assert sum(parts) == pytest.approx(peak_bytes(config, ranks(config)) / GB, abs=0.2)
 
 
 def test_long_sequences_are_as_fast_as_measured():
