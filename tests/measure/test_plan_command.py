@@ -93,7 +93,7 @@ def test_memory_and_speed_are_those_measured():
     assert len(rates) == 9
 
 
-def test_memory_by_purpose():
+def test_the_plans_memory_adds_up_to_the_peak():
     config = sized(gpus=1, micro_batch_size=64, **WITHOUT_EVALUATIONS)
     parts = [float(number) for number in re.findall(r"([\d.]+) GB", describe(config, ranks(config)))]
     assert parts[1] == pytest.approx(8 * 124.4e6 / GB, abs=0.05)
