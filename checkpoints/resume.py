@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from checkpoints import load, pieces
-from checkpoints.run_folder import TRAINING, checkpoints_of, facts_of, folder_of, run_of
+from checkpoints.run_folder import TRAINING, checkpoints_of, facts_of, folder_of, goes_on, run_of
 from checkpoints.save import modules_with_scales
 from common.cli import flags_with, from_here
 from common.device import fill
@@ -54,12 +54,12 @@ def find_start(config, distributed):
     if not resumed and config.init_from != "scratch":
         weights = distributed.broadcast(distributed.on_main(lambda: load.locate(config.init_from)))
         distributed.on_main(lambda: load.verify_weights(weights))
-    training, goes_on = load.read_training(resumed) if resumed else None, False
+    training, own = load.read_training(resumed) if resumed else None, False
     if training:  # the run's own file has the rollbacks since, too; a branch has those before the checkpoint
-        goes_on = run_of(resumed).resolve() == folder_of(config.log_dir, config.run_name).resolve()
-        training["rolled_back"] = (goes_on and facts_of(run_of(resumed)) or training["run"]).get("rolled_back", [])
+        own = goes_on(resumed, folder_of(config.log_dir, config.run_name))
+        training["rolled_back"] = (own and facts_of(run_of(resumed)) or training["run"]).get("rolled_back", [])
     sizes = load.load_config(weights) if weights is not None else None
-    return Start(resumed, training, weights, sizes, goes_on)
+    return Start(resumed, training, weights, sizes, own)
 
 
 def find_checkpoint(config, distributed):

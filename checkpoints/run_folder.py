@@ -79,6 +79,11 @@ def checkpoints_of(folder):
     return sorted(found, key=step_of)[::-1]
 
 
+def goes_on(checkpoint, folder):
+    """Whether a run in this folder continues from a checkpoint of its own, not from another run's."""
+    return run_of(checkpoint).resolve() == folder.resolve()
+
+
 def step_of(path):
     """The step of a checkpoint folder, from its name."""
     return int(path.name.removeprefix("checkpoint_"))

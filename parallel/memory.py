@@ -90,8 +90,8 @@ def less_memory(micro_batch_size=1):
 def peak_bytes(config, distributed):
     """Bytes that a GPU holds at the peak of a step, for a Config with its sizes and micro_batch_size."""
     params, shards = params_of_rank(config), shard_group_size(config, distributed)
-    states, activations = bytes_of_states(config) / shards, bytes_of_activations(config)
-    peak = bytes_of_weights(config, distributed) + states + activations
+    weights, states, activations = bytes_by_purpose(config, distributed)
+    peak = weights + states + activations
     evaluation = 0
     if is_sharded(config) and (config.val_every or config.hellaswag_every or config.sample_every):
         # it gathers all weights, see fsdp.gathered(); there are no gradients
@@ -109,11 +109,15 @@ def peak_bytes(config, distributed):
     return max(evaluation, peak)
 
 
+def bytes_by_purpose(config, distributed):
+    """Bytes of a GPU's weights and gradients, of its optimizer states and, at their peak, of activations."""
+    states = bytes_of_states(config) / shard_group_size(config, distributed)
+    return bytes_of_weights(config, distributed), states, bytes_of_activations(config)
+
+
 def describe(config, distributed):
     """What a GPU's memory holds in a step, in words. An estimate; not all of it is there at the same time."""
-    states = bytes_of_states(config) / shard_group_size(config, distributed)
-    parts = bytes_of_weights(config, distributed), states, bytes_of_activations(config)
-    weights, states, activations = (f"{part / 2**30:.1f} GB" for part in parts)
+    weights, states, activations = (f"{part / 2**30:.1f} GB" for part in bytes_by_purpose(config, distributed))
     return f"about {weights} of weights and gradients, {states} of optimizer states, {activations} of activations"
 
 

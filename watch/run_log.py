@@ -177,7 +177,7 @@ class RunLog:
         facts = run_folder.facts_of(self.folder)
         if "finished" not in facts:
             raise UserError(f"{self.folder} is not a run's folder: choose another --run_name")
-        own = resumed and run_folder.run_of(resumed).resolve() == self.folder.resolve()
+        own = resumed and run_folder.goes_on(resumed, self.folder)
         if not own and (facts["finished"] or run_folder.checkpoints_of(self.folder)):
             raise UserError(f"{self.folder} already holds a run: choose another --run_name, or delete it")
         return facts if own else None
