@@ -70,13 +70,13 @@ def learning_rate(step, config, peak):
 
 
 def steps_in_time(config, step, start, seconds=0.0):
-    """The steps of the whole run. With max_minutes: those that fit, if all take as long as the first `step` steps. As
-    the estimate gets better the schedule ends with the time.
+    """The steps of the whole run, at least `step`. With max_minutes: those that fit, if all take as long as the first
+    `step` steps. As the estimate gets better the schedule ends with the time.
 
     start: a checkpoints.resume.Start; seconds: of the steps since."""
     seconds += start.trained_seconds
     if not (config.max_minutes and seconds):
-        return config.max_steps
+        return max(step, config.max_steps)
     return max(step, math.ceil(step * (60 * config.max_minutes - start.lost_seconds) / seconds))
 
 

@@ -169,7 +169,8 @@ def test_a_run_that_takes_no_step_stays_as_it_is(train):
     flags, drop = ("--checkpoint_every", 1, "--max_steps"), "--checkpoint_every --max_steps"
     run = train("run", *flags, 2, drop=drop)
     before = {path.name: path.read_text() for path in run.glob("*.yaml")}
-    train("run", *flags, 1, "--lr", 9, drop=drop)
+    output = (train("run", *flags, 1, "--lr", 9, drop=drop) / "output.txt").read_text()
+    assert "training   none: at step 2 of 2\n" in output and "max_steps is 2: the checkpoint is at step 2;" in output
     expect_error(
         train("run", *flags, 1, "--resume", run / "checkpoint_000001", drop=drop, fails=True),
         "checkpoint_000001 has reached --max_steps 1, and log/run has newer checkpoints: raise it to go back",

@@ -161,6 +161,7 @@ def test_minutes_become_steps():
     config = Config(max_minutes=2, max_steps=7)
     fresh = resume.Start(None, None, None, None)
     assert steps_in_time(config, 0, fresh) == 7  # no step is known
+    assert steps_in_time(Config(max_steps=7), 9, fresh) == 9  # a checkpoint beyond --max_steps
     assert steps_in_time(config, 10, fresh, seconds=30) == 40
     assert steps_in_time(config, 41, fresh, seconds=121) == 41  # the time is over
     rollback = dict(step=10, tokens=0, position=0, lost_seconds=60)
