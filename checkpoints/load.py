@@ -42,12 +42,12 @@ def newest(folder, distributed):
     return distributed.broadcast(distributed.on_main(look))
 
 
-def first_intact(folders):
+def first_intact(folders, weights_only=False):
     """The first undamaged one of checkpoints, or None. Prints each damaged one before it. Raises UserError for one that
     may not be read: its permissions can change, so an older one must not take its place."""
     for path in folders:
         try:
-            verify(path)
+            (verify_weights if weights_only else verify)(path)
             return path
         except UserError as error:
             if isinstance(error.__cause__, PermissionError):
@@ -104,17 +104,20 @@ def load_model(name):
         with torch.device("meta"):  # no weights are drawn that others replace
             model = GPT(config)
         model.to_empty(device=torch.get_default_device())
-    verify_weights(name)
     load_weights(name, model)
     return model
 
 
 def locate(name):
-    """The newest checkpoint of a run, given its folder; else `name`. Raises UserError for a run without checkpoints."""
+    """The newest checkpoint of a run whose weights are undamaged, given its folder; else `name`. Raises UserError for a
+    run without one, and for a checkpoint whose weights are damaged."""
     if found := checkpoints_of(name):
-        return found[0]
+        if intact := first_intact(found, weights_only=True):
+            return intact
+        raise UserError(f"every checkpoint in {name} is damaged: give another model")
     if "finished" in facts_of(Path(name)):
         raise UserError(f"{name} is a run without checkpoints: give another model")
+    verify_weights(name)
     return name
 
 

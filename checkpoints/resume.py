@@ -53,7 +53,6 @@ def find_start(config, distributed):
     weights = resumed = find_checkpoint(config, distributed)
     if not resumed and config.init_from != "scratch":
         weights = distributed.broadcast(distributed.on_main(lambda: load.locate(config.init_from)))
-        distributed.on_main(lambda: load.verify_weights(weights))
     training, own = load.read_training(resumed) if resumed else None, False
     if training:  # the run's own file has the rollbacks since, too; a branch has those before the checkpoint
         own = goes_on(resumed, folder_of(config.log_dir, config.run_name))

@@ -177,6 +177,20 @@ def test_a_file_that_may_not_be_read_is_not_damaged(checkpoint, monkeypatch):
         load.first_intact([checkpoint])
 
 
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json", "training.json", "optimizer.safetensors"])
+def test_a_run_means_its_newest_checkpoint_with_undamaged_weights(checkpoint, tmp_path, capsys, name):
+    newer = shutil.copytree(checkpoint, tmp_path / "checkpoint_000010")
+    os.truncate(newer / name, 10)
+    of_weights = not name.startswith("optimizer")
+    assert load.locate(tmp_path) == (checkpoint if of_weights else newer)
+    assert (f"{newer} is damaged: {name}" in capsys.readouterr().out) == of_weights
+    load.load_model(tmp_path)
+    if of_weights:
+        assert f"{newer} is damaged: {name}" in one_line(load.load_model, newer)
+        shutil.rmtree(checkpoint)
+        assert f"every checkpoint in {tmp_path} is damaged: give another" in one_line(load.load_model, tmp_path)
+
+
 def test_files_outside_the_folder_are_not_read(checkpoint, tmp_path):
     (tmp_path / "other").write_text("")
     training = json.loads((checkpoint / "training.json").read_text())
