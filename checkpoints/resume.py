@@ -126,12 +126,12 @@ def changed_flags(start, config):
 
 
 def check_same(start, config, data):
-    """Raises UserError if the optimizer, the data or their order differ from the checkpoint's. data: from
+    """Raises UserError if the optimizer, the start, the data or their order differ from the checkpoint's. data: from
     open_streams."""
     if not start.resumed:
         return
     from_weights = f"start another --run_name from its weights with --init_from {start.resumed}"
-    for name in ("optimizer", "seed", "shuffle"):
+    for name in ("optimizer", "seed", "shuffle", "seq_len", "init_from"):
         now = getattr(config, name)
         before = start.training["run"].get(name, now)
         if before != now:

@@ -23,8 +23,11 @@ def test_what_changed_since_the_checkpoint_is_said(tmp_path):
     assert [str(note) for note in notes] == ["lr is 0.001: the checkpoint was made with 0.0006"]
 
 
-@pytest.mark.parametrize("change", [dict(optimizer="muon"), dict(seed=2), dict(shuffle=False)])
-def test_another_optimizer_or_order_of_the_data_is_refused(tmp_path, change):
+CHANGES = [dict(optimizer="muon"), dict(seed=2), dict(shuffle=False), dict(seq_len=512), dict(init_from="gpt2")]
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_another_optimizer_start_or_order_of_the_data_is_refused(tmp_path, change):
     start = resume.Start(tmp_path / "checkpoint_000001", dict(run=vars(Config(**change))), None, None)
     [(name, value)] = change.items()
     with pytest.raises(UserError, match=f"--{name}={word(value)}: continue with it instead of .*--init_from"):
