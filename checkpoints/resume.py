@@ -116,6 +116,8 @@ def changed_flags(start, config):
         return []
     before, now = start.training["run"], vars(config)
     length, derived = ("max_minutes", {"max_steps"}) if config.max_minutes else ("max_steps", set())
+    if start.rollbacks:
+        derived.add("lr")  # watch.rollback.as_left() notes it
     names = flags_with(type(config), report=True) & before.keys() - derived
     changed = [name for name in now if name in names and before[name] != now[name]]
     notes = [Note(name, now[name], f"the checkpoint was made with {word(before[name])}") for name in changed]

@@ -12,7 +12,7 @@ from checkpoints.load import read_training
 from checkpoints.run_folder import checkpoints_of
 from config import Config
 from optim.schedules import steps_in_time
-from watch.rollback import MARGIN, MAX_BAD_STEPS, PATIENCE, WINDOW, Health
+from watch.rollback import MARGIN, MAX_BAD_STEPS, PATIENCE, WINDOW, Health, as_left
 
 # A fault in a step, once in the life of the process
 FAULT = """
@@ -155,6 +155,14 @@ def test_a_run_goes_on_past_what_it_has_skipped():
     assert resume.position_of(500, []) == 500
     assert resume.position_of(500, [dict(rollback, position=1), rollback]) == 1100
     assert resume.position_of(200, [rollback]) == 900  # from an older checkpoint than the rollback's
+
+
+def test_the_learning_rate_after_a_rollback_is_noted_once(tmp_path):
+    rollback = dict(step=3, tokens=300, position=900, lost_seconds=0.0)
+    start = resume.Start(tmp_path, dict(step=3, run=vars(Config()), rolled_back=[rollback]), None, None)
+    config = as_left(Config(), start, notes := [])
+    notes += resume.changed_flags(start, config)
+    assert [str(note) for note in notes] == ["lr is 0.0003: it is 0.5 × --lr since the run's rollbacks"]
 
 
 def test_minutes_become_steps():
