@@ -102,7 +102,8 @@ def run(main):
     while (spare := os.open(os.devnull, os.O_RDWR)) < 3:
         pass  # the caller closed a standard stream, as >&- does: no other file may get its number
     os.close(spare)
-    for name in ("stdout", "stderr"):
+    for number, name in enumerate(("stdout", "stderr"), 1):
+        os.set_blocking(number, True)  # a full pipe waits for its reader; else EAGAIN would end all output
         stream = getattr(sys, name) or open(os.devnull, "w")
         if hasattr(stream, "reconfigure"):  # not in a notebook
             # flush every line, also into a pipe; escape characters that the encoding lacks

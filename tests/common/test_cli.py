@@ -2,7 +2,10 @@ import errno
 import gc
 import io
 import os
+import select
+import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -230,6 +233,19 @@ def test_garbage_is_collected_again_after_the_imports(monkeypatch):
     finally:
         gc.unfreeze()
     assert states == [(True, True)]
+
+
+def test_a_slow_reader_of_a_pipe_that_does_not_block_gets_all():
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)  # as some programs that start others leave it
+    code = "from common.errors import run; run(lambda: [print('x' * 999) for _ in range(200)])"
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=writer, cwd=ROOT)
+    while select.select([], [writer], [], 0)[1] and process.poll() is None:
+        time.sleep(0.01)  # until the pipe is full
+    os.close(writer)
+    with open(reader, "rb") as output:
+        assert len(output.read()) == 200_000
+    assert process.wait() == 0
 
 
 class Terminal(io.StringIO):
