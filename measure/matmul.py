@@ -1,7 +1,7 @@
 """A lesson of matrix multiplication: CUDA kernels in float32, their TFLOP/s and their share of cuBLAS.
 
     python -m measure.matmul
-    ncu --section WarpStateStats python -m measure.matmul --repeats 1       # why warps stall, where ncu is installed
+    ncu --section WarpStateStats -k 'regex:one_each|tiled|coarsened' python -m measure.matmul --repeats 1  # stalls
 
 C = A B has 2·n³ FLOPs on 3·n² numbers, so arithmetic can be its limit. Here it is what a kernel reads for each FLOP:
 
