@@ -33,7 +33,11 @@ CANDIDATES = {
     "power": (1.2, "the learning rate's decay to this power"),
     "cooldown": (0.8, "the matrices' learning rate decays over this share of the steps"),
     "momentum": (0.85, "momentum rises from this value to --momentum over the first tenth of the steps"),
+    "heads": (1.0, "q, k and v are orthogonalized for each head apart"),
+    "projections": (0.5, "the learning rate of the MLP's second matrix, times this"),
+    "zero": (0.0, "the first weights of the matrices that end in the residual stream, times this"),
     "embedding": (2.0, "AdamW's learning rate for tokens and head, times this"),
+    "embedding_decay": (0.0, "AdamW's weight decay for tokens and head, times this"),
     "positions": (2.0, "AdamW's learning rate for positions, times this"),
     "vectors": (4.0, "AdamW's learning rate for biases and LayerNorms, times this"),
     "vectors_beta2": (0.99, "AdamW's beta2 for biases and LayerNorms"),
@@ -157,12 +161,22 @@ def make(chosen, model, config):
     """As optim.optimizer.make_optimizer, with candidates."""
     result = optimizers.make_muon(model, config)
     names = {parameter: name for name, parameter in model.named_parameters()}
+    for group in result.matrices:
+        name = names[group["params"][0]]
+        if name.endswith("mlp.c_proj.weight"):
+            group["peak"] *= chosen.get("projections", 1.0)
+        if "heads" in chosen and name.endswith("c_attn.weight"):
+            group["parts"] *= model.config.n_head
+    for parameter, name in names.items():
+        if "zero" in chosen and name.endswith("c_proj.weight"):
+            parameter.data *= chosen["zero"]
     groups, result.adamw.param_groups = result.adamw.param_groups, []
     for group in groups:
         for parameter in group["params"]:
             name = names[parameter]
             kind = "embedding" if "wte" in name else "positions" if "wpe" in name else "vectors"
             own = dict(group, params=[parameter], peak=group["peak"] * chosen.get(kind, 1.0))
+            own["weight_decay"] *= chosen.get(f"{kind}_decay", 1.0)
             if kind == "vectors":
                 own["betas"] = (0.9, chosen.get("vectors_beta2", config.beta2))
             result.adamw.param_groups.append(own)
