@@ -120,7 +120,7 @@ class Screened(Muon):
             mean.lerp_(squares, 1 - self.chosen["normuon"])
             norm = updates.norm(dim=(1, 2), keepdim=True)
             updates = updates / (mean / (1 - self.chosen["normuon"] ** self.steps)).sqrt().clamp(min=1e-10)
-            updates *= norm / updates.norm(dim=(1, 2), keepdim=True)
+            updates *= norm / updates.norm(dim=(1, 2), keepdim=True).clamp(min=1e-10)  # zeros stay zeros
         rate = lr * 0.2 * math.sqrt(max(weights[0].size(0) // parts, weights[0].size(1)))
         for weight, update in zip(weights, updates):
             if "rows" in self.chosen:

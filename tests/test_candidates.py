@@ -39,6 +39,17 @@ def test_each_candidate_changes_the_weights(name):
     assert (own - plain).norm() < plain.norm()
 
 
+def test_matrices_without_gradient_stay_finite():
+    """As in the first step of "zero": behind a projection of zeros there is none."""
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(seq_len=8, vocab_size=64, n_layer=1, n_head=2, n_embd=32))
+    optimizer = make(choose("normuon"), model, CONFIG)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    assert torch.nn.utils.parameters_to_vector(model.parameters()).isfinite().all()
+
+
 def test_bad_candidates_end_in_one_line():
     assert choose("none") == {} and choose("normuon,average=0.5") == dict(normuon=0.95, average=0.5)
     for text in ("lion", "average=much"):
