@@ -141,8 +141,8 @@ def cards():
 def hardware_table():
     """The GPUs of measure/hardware.py, and what was measured on two of them."""
     cards = dict(H100="h100", H200="h200")
-    measured = {card: f"{load(f'cards/{name}')['tokens_per_second']:,} here" for card, name in cards.items()}
-    rows = [row | dict(published=measured.get(row["GPU"], row["published"])) for row in hardware.rows()]
+    measured = {card: f"{load(f'cards/{name}')['tokens_per_second']:,}" for card, name in cards.items()}
+    rows = [row | dict(measured=measured.get(row["GPU"], "")) for row in hardware.rows()]
     return markdown({name: f"{{{name}}}" for name in rows[0]}, rows)
 
 

@@ -22,10 +22,11 @@ from typing import Literal
 
 import torch
 import torch.distributed as dist
+from safetensors import SafetensorError
 
 from checkpoints import load, pieces, save
 from common.cli import parse, progress
-from common.errors import out_of_memory, run
+from common.errors import UserError, out_of_memory, run
 from config import SIZES, Config, gpt_config, set_sizes
 from measure.results import Results, ResultsFlags
 from model import GPT
@@ -59,21 +60,32 @@ def main():
     modes = flags.modes if group else ("ddp",)
     results = distributed.on_main(lambda: Results(flags, "checkpoints", distributed.device, COLUMNS))
     folder = distributed.broadcast(results and results.folder) / "checkpoint"
-    facts = environment(distributed.device)
-    with out_of_memory(memory.less_memory()):
-        for model, saved in progress([*itertools.product(flags.models, modes)], "checkpoints"):
-            writing = measure_saving(model, saved, folder, distributed, group)
-            for read in modes:
-                row = dict(name=model, saved=saved, read=read, ranks=distributed.world_size, status="done", facts=facts)
-                row |= writing | measure_loading(model, read, folder, distributed)
-                if results:
-                    seconds = (f"{row[phase]:.2f}" for phase in ("snapshot", "write", "verify", "load"))
-                    cells = [f"{model}, {saved} -> {read}", f"{row['gb']:.2f}", str(row["files"]), *seconds]
-                    results.add(row, cells, NOTE)
-            distributed.on_main(partial(shutil.rmtree, folder))
+    try:
+        with out_of_memory(memory.less_memory()):
+            measure_all(flags, modes, folder, results, distributed, group)
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"cannot write or read {folder}: {error}") from error
+    finally:
+        for path in (folder, folder.with_name(folder.name + ".unfinished")) if results else ():
+            shutil.rmtree(path, ignore_errors=True)
     if results:
         print(results)
     process_group.stop()
+
+
+def measure_all(flags, modes, folder, results, distributed, group):
+    """Add a row to results, on rank 0, for each size and pair of modes. The folder has one checkpoint at a time."""
+    facts = environment(distributed.device)
+    for model, saved in progress([*itertools.product(flags.models, modes)], "checkpoints"):
+        writing = measure_saving(model, saved, folder, distributed, group)
+        for read in modes:
+            row = dict(name=model, saved=saved, read=read, ranks=distributed.world_size, status="done", facts=facts)
+            row |= writing | measure_loading(model, read, folder, distributed)
+            if results:
+                seconds = (f"{row[phase]:.2f}" for phase in ("snapshot", "write", "verify", "load"))
+                cells = [f"{model}, {saved} -> {read}", f"{row['gb']:.2f}", str(row["files"]), *seconds]
+                results.add(row, cells, NOTE)
+        distributed.on_main(partial(shutil.rmtree, folder))
 
 
 def make(name, mode, distributed):

@@ -9,6 +9,7 @@ MegaScale (Jiang et al. 2024, arXiv 2402.15627, section 4.3) tests its machines 
 
 import common.interrupt  # first: Ctrl-C during the other imports
 
+import contextlib
 import os
 import platform
 import re
@@ -55,7 +56,10 @@ def main():
     facts = environment(distributed.device)
     results = distributed.on_main(lambda: Results(flags, "preflight", distributed.device, COLUMNS))
     name = f"{facts['hardware']} {distributed.device.index or 0} of {platform.node()}"
-    own = check(distributed, flags) | dict(name=name, hardware=facts["hardware"], start=start)
+    try:
+        own = check(distributed, flags) | dict(name=name, hardware=facts["hardware"], start=start)
+    except RuntimeError as error:  # CUDA's and NCCL's are too
+        raise UserError(f"rank {distributed.rank} ({name}) fails: {str(error).partition(chr(10))[0]}") from error
     rows = [own] * distributed.world_size
     if dist.is_initialized():
         dist.all_gather_object(rows, own)
@@ -101,7 +105,7 @@ def check(distributed, flags):
     rates["pairs"] = statistics.fmean(partners.values() or [0])
     rates["peaks"] = dict(gemm=peak_flops(device) / 1e12, copy=memory_bandwidth(device) or 0)
     rates["bits"] = product.view(torch.int16).sum().item()
-    return rates | dict(partners=partners, driver=read_driver(answer(asked)))
+    return rates | dict(partners=partners, driver=read_driver(asked and answer(asked)))
 
 
 def rate_of(device, function, amount, seconds):
@@ -137,8 +141,14 @@ def rounds(n):
 
 
 def read_driver(xml):
-    """dict(mhz=, max_mhz=, celsius=, faults=) of the XML of nvidia-smi; without XML no facts and no faults."""
-    gpu = ElementTree.fromstring(xml if xml.startswith("<?xml") else "<none><gpu/></none>").find("gpu")
+    """dict(mhz=, max_mhz=, celsius=, faults=) of the XML of nvidia-smi. None, where it is not installed: no facts, no
+    faults. No answer within ten seconds, or one without a GPU, is a fault."""
+    gpu = None
+    with contextlib.suppress(ElementTree.ParseError):
+        gpu = ElementTree.fromstring(xml or "").find("gpu")
+    if gpu is None:
+        unknown = dict.fromkeys(("mhz", "max_mhz", "celsius"))
+        return unknown | dict(faults=[] if xml is None else ["nvidia-smi does not answer"])
     number = lambda path: next(iter(re.findall(r"\d+", gpu.findtext(path, ""))), None)  # noqa: E731
     faults = []
     for element in gpu.iter():

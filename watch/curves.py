@@ -28,6 +28,7 @@ from data.shards import FINEWEB_EDU
 GPT2_VAL_LOSS, GPT2_HELLASWAG = 3.2924, 0.2955
 METRICS = "metrics.jsonl"  # in a run's folder
 CHANCE = 0.25  # of four endings
+COLUMNS = 1000  # of the heat map, at most: fewer than the figure has pixels
 INK, MUTED, RULE = "#1f2328", "#6a737d", "#d8dee4"
 PALETTE = ("#2f6fbb", "#c77d2e", "#4f9d69", "#b5495b", "#7d5ba6", "#8a8f98", "#3aa6a6")
 WITH_HELLASWAG = [["loss", "hellaswag"], ["speed", "norm"]]
@@ -114,6 +115,8 @@ def draw_ranks(figure, ax, rows):
     percent = np.full((max(len(row["own_ms"]) for row in rows), len(rows)), np.nan)
     for column, row in enumerate(rows):
         percent[: len(row["own_ms"]), column] = 100 * np.array(behind(row["own_ms"]))
+    together = math.ceil(len(rows) / COLUMNS)  # steps: of those that share a column of pixels the slowest is seen
+    percent = np.fmax.reduceat(percent, range(0, len(rows), together), axis=1)
     extent = (rows[0]["tokens"], rows[-1]["tokens"], len(percent) - 0.5, -0.5)
     limit = max(100 * BEHIND, np.nanpercentile(percent, 99))  # one slow step does not take the colors of all others
     image = ax.imshow(percent, cmap="Blues", vmin=0, vmax=limit, aspect="auto", extent=extent, interpolation="nearest")

@@ -25,7 +25,7 @@ DRIVER = """<?xml version="1.0" ?>
 
 def row(rank=0, **changes):
     own = dict(name=f"H100 {rank} of node7", hardware="H100", gemm=600.0, copy=2800.0, pairs=270.0, bits=5, peaks={})
-    return own | dict(driver=preflight.read_driver("")) | changes
+    return own | dict(driver=preflight.read_driver(None)) | changes
 
 
 def test_ranks_are_measured_and_compared(command, tmp_path):
@@ -64,6 +64,21 @@ def test_what_the_driver_reports():
         ("<current_link_width>16x", "<current_link_width>8x", "PCIe has 8 of 16 lanes"),
     ):
         assert preflight.read_driver(DRIVER.replace(before, after))["faults"] == [fault]
+
+
+def test_a_driver_that_does_not_answer_is_a_fault():
+    for text in ("", "No devices were found", DRIVER[:300], "<none/>"):
+        assert preflight.read_driver(text)["faults"] == ["nvidia-smi does not answer"]
+    assert preflight.read_driver(None)["faults"] == []
+
+
+def test_a_gpu_that_fails_is_named(call_main, monkeypatch):
+    def fail(*_):
+        raise RuntimeError("CUDA error: uncorrectable ECC error\nmore lines")
+
+    monkeypatch.setattr(preflight, "rate_of", fail)
+    done = call_main("-m", "measure.preflight", "--device", "cpu", "--seconds", 0.01)
+    expect_error(done, "rank 0 (", ") fails: CUDA error: uncorrectable ECC error")
 
 
 def test_the_slow_or_faulty_rank_is_named():

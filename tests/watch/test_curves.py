@@ -83,6 +83,18 @@ def test_several_ranks_have_a_heat_map(tmp_path, drawn):
     assert "ranks" not in drawn[1][1]
 
 
+def test_one_slow_step_of_a_long_run_is_in_the_heat_map(tmp_path, drawn):
+    run = write_run(tmp_path / "run", 5)
+    rows = [dict(step=step, tokens=1000 * step, own_ms=[100, 100, 100]) for step in range(5, 4004)]
+    rows[2001]["own_ms"][1] = 400
+    with open(run / "metrics.jsonl", "a") as file:
+        file.write("\n" + "".join(json.dumps(row) + "\n" for row in rows))
+    curves.draw([run])
+    (image,) = drawn[0][1]["ranks"].images
+    assert image.get_array().shape == (3, 1000)
+    assert [column for column in range(1000) if image.get_array()[1, column] == 300] == [500]
+
+
 def test_gpt2s_loss_is_drawn_for_its_data_alone(tmp_path, drawn):
     """The dataset decides, not the names of folders."""
     edu = dict(dataset="HuggingFaceFW/fineweb-edu", data_dir="my_data")
