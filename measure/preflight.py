@@ -58,7 +58,9 @@ def main():
     name = f"{facts['hardware']} {distributed.device.index or 0} of {platform.node()}"
     try:
         own = check(distributed, flags) | dict(name=name, hardware=facts["hardware"], start=start)
-    except RuntimeError as error:  # CUDA's and NCCL's are too
+    except RuntimeError as error:
+        if "CUDA error" not in str(error):  # such as that another rank has ended
+            raise
         raise UserError(f"rank {distributed.rank} ({name}) fails: {str(error).partition(chr(10))[0]}") from error
     rows = [own] * distributed.world_size
     if dist.is_initialized():
