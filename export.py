@@ -21,7 +21,7 @@ import tyro
 from safetensors import SafetensorError
 
 from checkpoints import hugging_face
-from checkpoints.load import load_model, locate, read_training
+from checkpoints.load import load_located, locate, read_training
 from checkpoints.run_folder import FLAGS, TRAINING, run_of
 from common.cli import parse
 from common.errors import UserError, first_line, out_of_memory, run
@@ -64,7 +64,7 @@ def main():
         check_hub()  # before the model card imports huggingface_hub
     name = locate(flags.model)
     with out_of_memory("use a machine with more memory"):
-        model = load_model(name)
+        model = load_located(name)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=f"{out.name}.", dir=out.parent) as unfinished:

@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 import tyro
 
-from checkpoints.load import load_model, locate
+from checkpoints.load import load_located, locate
 from common.cli import flag, parse, progress
 from common.errors import out_of_memory, run
 from data.loader import Batch, make_batch
@@ -212,7 +212,7 @@ def main():
     distributed = process_group.start(flags.device)
     with out_of_memory("use a smaller model"):
         name = distributed.broadcast(distributed.on_main(lambda: locate(flags.model)))  # a run may write a newer one
-        model = load_model(name).to(distributed.device)
+        model = load_located(name).to(distributed.device)
         on_gpu = distributed.device.type == "cuda"
         bf16 = on_gpu and torch.cuda.is_bf16_supported(including_emulation=False)
         autocast = torch.autocast(distributed.device.type, torch.bfloat16, enabled=bf16)

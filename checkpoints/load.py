@@ -98,7 +98,11 @@ def load_model(name):
 
     Raises UserError if it cannot be read or is damaged.
     """
-    name = locate(name)
+    return load_located(locate(name))
+
+
+def load_located(name):
+    """load_model() of what locate() found, whose hashes are compared already."""
     config = load_config(name)
     with explained(name):
         with torch.device("meta"):  # no weights are drawn that others replace

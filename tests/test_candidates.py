@@ -12,10 +12,14 @@ from optim.optimizer import make_optimizer
 CONFIG = Config(optimizer="muon", max_steps=6, compile=False, warmup_steps=0, lr=0.01)
 
 
+def small_gpt():
+    torch.manual_seed(0)
+    return GPT(GPTConfig(seq_len=8, vocab_size=64, n_layer=1, n_head=2, n_embd=32))
+
+
 def train(text):
     """The weights after six steps of the candidates of a text; None: of Muon."""
-    torch.manual_seed(0)
-    model = GPT(GPTConfig(seq_len=8, vocab_size=64, n_layer=1, n_head=2, n_embd=32))
+    model = small_gpt()
     optimizer = make_optimizer(model, CONFIG) if text is None else make(choose(text), model, CONFIG)
     for _ in range(CONFIG.max_steps):
         for parameter in model.parameters():
@@ -41,8 +45,7 @@ def test_each_candidate_changes_the_weights(name):
 
 def test_matrices_without_gradient_stay_finite():
     """As in the first step of "zero": behind a projection of zeros there is none."""
-    torch.manual_seed(0)
-    model = GPT(GPTConfig(seq_len=8, vocab_size=64, n_layer=1, n_head=2, n_embd=32))
+    model = small_gpt()
     optimizer = make(choose("normuon"), model, CONFIG)
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
