@@ -26,7 +26,7 @@ from optim.muon import Muon, orthogonalize_parts, update_momentum
 # {name: (the value with the name alone, what it is)}
 CANDIDATES = {
     "nesterov": (0.3, "EMA-Nesterov (arXiv 2605.25395): every step also goes this share of the updates' running mean"),
-    "average": (0.8, "at the end four shares, up to this one, of the weights' mean over 75 steps are evaluated"),
+    "average": (0.8, "at the end four shares, up to this one, of the weights' running mean are evaluated"),
     "normuon": (0.95, "NorMuon (arXiv 2510.05491): rows of an update divided by the root of their mean square"),
     "rows": (1.0, "after Muown (arXiv 2605.10797): rows as length, by Adam, times direction, by Muon without decay"),
     "cautious": (1.0, "cautious weight decay (arXiv 2510.12402): only where the update has the weight's sign"),
@@ -42,7 +42,7 @@ CANDIDATES = {
     "vectors": (4.0, "AdamW's learning rate for biases and LayerNorms, times this"),
     "vectors_beta2": (0.99, "AdamW's beta2 for biases and LayerNorms"),
 }
-HORIZON = 75  # steps of the running mean of average
+HORIZON = 0.069  # share of all steps that the running mean of average is over
 ACTIVE = (0.1, 0.85)  # shares of the steps between which nesterov is active
 MEAN = 0.99  # decay of the updates' running mean
 
@@ -92,9 +92,10 @@ class Screened(Muon):
                 place.copy_(weight)
                 if ACTIVE[0] <= progress < ACTIVE[1]:
                     weight.add_(mean, alpha=share)
-        if "average" in chosen and self.steps > self.config.max_steps - 4 * HORIZON:
+        horizon = max(2, round(HORIZON * self.config.max_steps))
+        if "average" in chosen and self.steps > self.config.max_steps - 4 * horizon:
             for weight in weights:
-                self.keep("average", weight, weight).lerp_(weight, 1 / HORIZON)
+                self.keep("average", weight, weight).lerp_(weight, 1 / horizon)
 
     @torch.no_grad()
     def blend(self, share):
