@@ -22,6 +22,8 @@ from parallel import tensor
 # the GPU to compute it. GPT-2 124M with zero3 on two H200s: gathering four blocks together is 1.02 x as fast, 1.05 x
 # with one micro-batch a step.
 MIN_ALL_GATHER_PARAMS = 25_000_000
+# zero1 and zero2 keep what they gather: small models are one unit, so that torch.compile has one graph
+MAX_ONE_UNIT = 100_000_000
 
 
 def shard_group_size(config, distributed):
@@ -80,6 +82,8 @@ def shard(model, blocks, config, mesh):
     )
     together = blocks_together(model.config)
     units = [blocks[i : i + together] for i in range(0, len(blocks), together)]
+    if config.parallel in ("zero1", "zero2") and 12 * len(blocks) * model.config.n_embd**2 <= MAX_ONE_UNIT:
+        units = []
     for unit in (*units, model):
         fully_shard(unit, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward(unit, model, config))
     for unit, following in zip(units, units[1:]):
