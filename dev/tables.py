@@ -59,17 +59,21 @@ def main():
 
 
 def load(name):
-    """The record of this name. Raises UserError if there is none."""
+    """The record of this name. Raises UserError if there is none or it is no JSON."""
+    path = RECORDS / f"{name}.json"
     try:
-        return json.loads((RECORDS / f"{name}.json").read_text())
-    except FileNotFoundError as error:
-        raise UserError(f"there is no {error.filename}") from error
+        return json.loads(path.read_text())
+    except (FileNotFoundError, json.JSONDecodeError) as error:
+        raise UserError(f"{path}: {error}") from error
 
 
 def make(kind, name):
     """A rung's gain, or the lines of a table: made by the function of its name below, or from its record alone."""
     if kind == "gain":
-        return cell(load("ladder")["interval"], next(row for row in rungs() if row["name"] == name))
+        rows = {row["name"]: row for row in rungs()}
+        if name not in rows:
+            raise UserError(f"gain:{name}: ladder.json has no such rung")
+        return cell(load("ladder")["interval"], rows[name])
     if name in SPECIAL:
         return SPECIAL[name]()
     record = load(name)
@@ -108,8 +112,14 @@ def markdown(columns, rows):
 
 
 def rungs():
-    """The rows of ladder.json, each with the row of ladder_second.json, on another card, as `second`."""
-    return [a | dict(second=b) for a, b in zip(load("ladder")["rows"], load("ladder_second")["rows"], strict=True)]
+    """The rows of ladder.json, each with the row of its rung in ladder_second.json, from another card, as `second`.
+
+    Raises UserError if the two are of different kinds of GPU, versions or commits."""
+    first, second = load("ladder"), load("ladder_second")
+    if different := [key for key in ("card", "commit", "versions") if first[key] != second[key]]:
+        raise UserError(f"ladder.json and ladder_second.json differ in {', '.join(different)}")
+    others = {row["name"]: row for row in second["rows"]}
+    return [row | dict(second=others.get(row["name"])) for row in first["rows"]]
 
 
 def ladder():

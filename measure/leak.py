@@ -2,9 +2,9 @@
 
     python -m measure.leak --data_dir my_data
 
-Units are sentences and lines of 40 or more letters and digits, compared as those in lower case. N-grams are 13 tokens
-in a row of one document (Brown et al. 2020, "Language Models are Few-Shot Learners", appendix C). Both are compared by
-64-bit hashes. A document that goes on in the next shard counts as two.
+Units are sentences and lines of 40 or more ASCII letters and digits, compared as those in lower case. N-grams are 13
+tokens in a row of one document (Brown et al. 2020, "Language Models are Few-Shot Learners", appendix C). Both are
+compared by 64-bit hashes. A document that goes on in the next shard counts as two.
 """
 
 import common.interrupt  # first: Ctrl-C during the other imports
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from common.cli import flag, parse, progress
-from common.errors import run
+from common.errors import UserError, run
 from data.shards import open_shards
 from data.tokenizer import END_OF_TEXT, get_tokenizer
 
@@ -95,12 +95,15 @@ def measure_leak(train, val):
     """The shares of the validation's letters and digits that are in units of the training data, of its n-grams that
     are n-grams of the training data, and of its tokens that are in such n-grams: three floats; and which tokens are.
 
-    train: an iterable of (tokens,) uint16. val: (tokens,) uint16. Returns also a (tokens,) bool.
+    train: an iterable of (tokens,) uint16. val: (tokens,) uint16. Returns also a (tokens,) bool. Raises UserError if
+    the validation data has no n-gram.
     """
     sentences = letters(decode(val))
     lengths = np.array([len(each) for each in sentences])
     ends = np.cumsum(np.append(0, val == END_OF_TEXT))
     within = ends[N:] == ends[:-N]  # the n-grams that lie in one document
+    if not within.any():
+        raise UserError(f"no document of the validation data has {N} tokens to compare")
     units, ngrams = Lookup(unit_hashes(sentences)), Lookup(ngram_hashes(val)[within])
     for tokens in train:
         units.find(unit_hashes(letters(decode(tokens))))
@@ -112,7 +115,7 @@ def measure_leak(train, val):
         covered[i : i + len(found)] |= found
     in_units = lengths[lengths >= UNIT][units.found()].sum()
     parts = (in_units, lengths.sum()), (found.sum(), within.sum()), (covered.sum(), len(val) - ends[-1])
-    return *(float(part / max(1, total)) for part, total in parts), covered
+    return *(float(part / total) for part, total in parts), covered
 
 
 def decode(tokens):
@@ -141,7 +144,8 @@ def main():
     blocks = progress(list_blocks(train), "training data")
     units, ngrams, tokens, _ = measure_leak((shard[start:end] for shard, start, end in blocks), looked_up)
     print(f"{len(looked_up):,} validation tokens looked up in {sum(map(len, train)):,} training tokens")
-    print(f"{units:.4%} of letters and digits are in units (sentences, lines of {UNIT} or more) of the training data")
+    what = f"are in units (sentences, lines of {UNIT} or more) of the training data"
+    print(f"{units:.4%} of ASCII letters and digits {what}")
     print(f"{ngrams:.3%} of {N}-token n-grams are in the training data; they cover {tokens:.3%} of the tokens")
 
 

@@ -21,7 +21,7 @@ first block, and its gradient is complete after all others. With --pipeline all 
 
 from data.tokenizer import VOCAB_SIZE
 from optim.schedules import accumulation_steps
-from parallel.fsdp import is_sharded, shard_group_size
+from parallel.fsdp import is_one_unit, is_sharded, shard_group_size
 from parallel.memory import compute_bytes, params_of_embeddings, params_of_rank
 from parallel.pipeline import blocks_of_stages
 from watch.hardware import PEAK_TFLOPS
@@ -32,6 +32,7 @@ STEP_SECONDS = 2e-3  # the update and the rest of a step of 124M; 1558M takes 25
 SLOWEST = 1.015  # several GPUs wait for the slowest
 # FSDP's computation, against DDP's; zero1 as zero2 and hsdp as zero3, not measured
 SHARDED = dict(ddp=1.03, zero1=1.03, zero2=1.03, zero3=1.05, hsdp=1.05)
+ONE_UNIT = 1.01  # of a model of one unit; zero1 and zero2 take 1.001 and 1.003 x ddp's time, and with this ddp is first
 COPIES = 1.5  # times the bytes of tensor's and context's collectives, which copy input and output; 124M, --context 2
 LATENCY = 20e-6  # of a collective, however small: an assumption
 RECOMPUTED = dict(off=1, selective=1.07, full=4 / 3)  # FLOPs of a block; selective: equivalent to 5% of a step
@@ -61,6 +62,8 @@ def micro_batch_seconds(config):
     of_ranks = [blocks * block for blocks in blocks_of_stages(config)]
     of_ranks[-1] += tokens * 6 * VOCAB_SIZE * C / rate  # the head
     sharded = SHARDED[config.parallel] if is_sharded(config) else 1
+    if is_one_unit(config, config.n_layer, C):
+        sharded = ONE_UNIT
     return max(of_ranks) * sharded * (SLOWEST if config.gpus > 1 else 1)
 
 
@@ -102,6 +105,7 @@ def step_time(config, distributed):
     if is_sharded(config) and config.pipeline == 1:
         # a micro-batch hides at most its own time; what comes once a step overlaps with one micro-batch
         hidden = 1 - params_of_embeddings(config) / params_of_rank(config)
+        hidden *= not is_one_unit(config, config.n_layer, config.n_embd)
         waits -= (micro_steps - 1) * min(micro_batch, hidden * each) + min(micro_batch, hidden * (each + once))
     seconds = micro_steps * micro_batch + STEP_SECONDS + waits
     return seconds, waits / seconds

@@ -112,7 +112,7 @@ def compare(first, second, seconds, steps):
         logs = [math.log(own / before) for before, own in rounds]
         mean, margin = statistics.mean(logs), student_t * statistics.stdev(logs) / math.sqrt(count)
         timed = min(count * share * run.seconds for run, share in shares.items())
-        if round(timed) >= round(seconds) and (margin <= PRECISION or second.facts["cuda"] is None):
+        if timed >= seconds and (margin <= PRECISION or second.facts["cuda"] is None):
             break
     ratio, low, high = map(math.exp, (mean, mean - margin, mean + margin))
     return dict(ratio=ratio, low=low, high=high, is_clear=not low <= 1 <= high, rounds=rounds)

@@ -14,6 +14,7 @@ from conftest import expect_error
 
 import fineweb
 from common.cli import parse
+from common.errors import UserError
 from config import Config
 from dev import tables
 
@@ -97,8 +98,24 @@ def test_a_table_is_made_from_its_record(call_main, tmp_path, monkeypatch):
     table = "| card | rate | share\n| --- | ---: | ---:\n| A | 1,234,567 | 50.0%\n|  | out of memory |"
     assert page.read_text() == f"Before.\n\n<!--table:speed-->\n{table}\n<!--/table-->\n\nAfter.\n"
     assert call_main("dev/tables.py", "--check").returncode == 0
-    record.unlink()
-    expect_error(call_main("dev/tables.py"), "speed.json")
+    for text in ("{", None):  # damaged, missing
+        record.write_text(text) if text else record.unlink()
+        expect_error(call_main("dev/tables.py"), "speed.json")
+
+
+def test_ladders_of_two_kinds_are_not_in_one_table(tmp_path, monkeypatch):
+    monkeypatch.setattr(tables, "RECORDS", tmp_path)
+    rows = [dict(name="baseline"), dict(name="tf32", times_before=2.0)]
+    record = dict(card="H100", commit="a", versions="2.15", rows=rows, interval="{times_before:.2f}")
+    (tmp_path / "ladder.json").write_text(json.dumps(record))
+    (tmp_path / "ladder_second.json").write_text(json.dumps(record | dict(rows=rows[::-1])))
+    assert [row["second"]["name"] for row in tables.rungs()] == ["baseline", "tf32"]
+    assert tables.make("gain", "tf32") == "2.00"
+    with pytest.raises(UserError, match="no such rung"):
+        tables.make("gain", "flash")
+    (tmp_path / "ladder_second.json").write_text(json.dumps(record | dict(card="A100")))
+    with pytest.raises(UserError, match="differ in card"):
+        tables.rungs()
 
 
 def started(script, **variables):

@@ -116,6 +116,15 @@ def test_all_of_a_sharded_model_is_compiled(group, how):
     assert count.frame_count == 3  # embeddings, block, head
 
 
+def test_a_small_model_is_one_unit_with_weights_that_stay_gathered(group, monkeypatch):
+    for limit, graphs in ((fsdp.MAX_ONE_UNIT_PARAMS, 1), (0, 3)):
+        monkeypatch.setattr(fsdp, "MAX_ONE_UNIT_PARAMS", limit)
+        count = CompileCounter()
+        model = placed(7, parallel="zero2")
+        torch.compile(model, backend=count, dynamic=False)(*torch.randint(50257, (2, 2, 32))).backward()
+        assert count.frame_count == graphs
+
+
 def test_small_blocks_are_gathered_together(group):
     model = placed(7, parallel="zero3")
     gathered = []
