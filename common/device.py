@@ -12,14 +12,18 @@ from pathlib import Path
 import torch
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from common.errors import first_line
+from common.errors import UserError, first_line
 
 
 def choose_device_type(choice):
-    """The device type that "auto" means here: "cuda", "mps" or "cpu". Any other choice is returned as it is."""
-    if choice != "auto":
-        return choice
-    return "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+    """The device type that a choice means here, "cuda", "mps" or "cpu"; "auto" is the first of them that exists. Raises
+    UserError if the choice does not exist."""
+    exists = dict(cuda=torch.cuda.is_available(), mps=torch.backends.mps.is_available(), cpu=True)
+    if choice == "auto":
+        return next(filter(exists.get, exists))
+    if not exists[choice]:
+        raise UserError(f"--device {choice}, but PyTorch sees no such GPU: check its build, or use --device cpu")
+    return choice
 
 
 def missing_compiler(device):

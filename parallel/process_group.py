@@ -186,9 +186,6 @@ def start(device_type, tensor=1, context=1, pipeline=1):
     Raises UserError if the device does not exist, if there are more ranks than GPUs, or if the ranks do not meet.
     """
     device_type = choose_device_type(device_type)
-    exists = dict(cpu=True, cuda=torch.cuda.is_available(), mps=torch.backends.mps.is_available())
-    if not exists[device_type]:
-        raise UserError(f"--device {device_type}, but PyTorch sees no such GPU: check its build, or use --device cpu")
     rank, world_size, local_rank, ranks_of_machine = launched()
     if device_type == "mps" and world_size > 1:
         raise UserError("several ranks cannot share an Apple GPU: start one process, or use --device cpu")
