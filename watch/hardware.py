@@ -1,5 +1,6 @@
 """The hardware a run uses: its peak FLOP/s for MFU, peak memory, and the environment recorded in config.json."""
 
+import hashlib
 import importlib.metadata
 import platform
 import re
@@ -85,7 +86,7 @@ QUERY = (f"--query-gpu={','.join(GPU_FACTS)}", "--format=csv,noheader,nounits") 
 
 
 def environment(device):
-    """{name: value} of versions, hardware, command and git commit. A value that does not apply is None."""
+    """{name: value} of versions, hardware, command, git commit and code. A value that does not apply is None."""
     gpu = device.type == "cuda"
     return dict(
         python=platform.python_version(),
@@ -96,6 +97,7 @@ def environment(device):
         hardware=torch.cuda.get_device_name(device) if gpu else f"{platform.machine()} {device.type}",
         command=shlex.join(sys.argv),
         git_commit=git_commit(),
+        code_sha256=code_sha256(),
     )
 
 
@@ -107,6 +109,12 @@ def git_commit():
     except FileNotFoundError:
         return None
     return git.stdout.strip() if git.returncode == 0 else None
+
+
+def code_sha256():
+    """The SHA-256 of this code's Python files. It tells what a commit that is "-dirty" or None does not."""
+    paths = sorted(path for pattern in ("*.py", "*/*.py") for path in ROOT.glob(pattern) if path.is_file())
+    return hashlib.sha256(b"".join(path.read_bytes() for path in paths)).hexdigest()
 
 
 def installed_version(package):

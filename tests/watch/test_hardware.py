@@ -36,7 +36,11 @@ def test_git_commit(tmp_path, monkeypatch):
     assert environment(CPU)["git_commit"] == head
     (tmp_path / "code.py").write_text("")
     subprocess.run([*git, "add", "code.py"], check=True)
-    assert environment(CPU)["git_commit"] == f"{head}-dirty"
+    dirty = environment(CPU)
+    assert dirty["git_commit"] == f"{head}-dirty"
+    (tmp_path / "code.py").write_text("x = 1\n")
+    again = environment(CPU)
+    assert again["git_commit"] == dirty["git_commit"] and again["code_sha256"] != dirty["code_sha256"]
     monkeypatch.setattr(hardware.subprocess, "run", lambda *_, **__: open("/no/such/program"))
     assert environment(CPU)["git_commit"] is None  # no git
 
