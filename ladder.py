@@ -112,7 +112,8 @@ def climb(config, typed=()):
         if own:
             own.close()
             high, ratio, low = (1 / row["gain"][name] for name in ("low", "ratio", "high"))
-            print(f"{ratio:.1f} × (95%: {low:.2f} to {high:.2f}) from baseline to the last rung")
+            mark = "" if row["gain"]["is_clear"] else " ≈"
+            print(f"{ratio:.1f} ×{mark} (95%: {low:.2f} to {high:.2f}) from baseline to the last rung")
             if abs(row["times_first"] - 1) > DRIFT:
                 print(f"the baseline is now {row['times_first']:.2f} × as fast as at first: compare × before alone")
     timed.close()

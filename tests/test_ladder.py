@@ -181,7 +181,7 @@ def canned(monkeypatch, corpus, tmp_path):
                 return None, row
             if before:
                 ratio = row["tokens_per_sec"] / before.rate
-                row["gain"] = dict(ratio=ratio, low=ratio, high=ratio, is_clear=True)
+                row["gain"] = dict(ratio=ratio, low=ratio, high=ratio, is_clear=ratio != 1)
             return types.SimpleNamespace(close=lambda: None, losses=[9.0] * 10, rate=row["tokens_per_sec"]), row
 
         monkeypatch.setattr(ladder, "measure", measured)
@@ -302,7 +302,8 @@ def test_not_under_torchrun(monkeypatch, corpus):
         ladder.climb(ladder.LadderConfig(data_dir=str(corpus)))
 
 
-def test_naming_a_rung_that_is_off_by_default_turns_it_on(canned):
+def test_naming_a_rung_that_is_off_by_default_turns_it_on(canned, capsys):
     seen = []
     rows = canned(lambda config: seen.append(config.mask_documents) or done(config, 1.0), rungs="flash,mask_documents")
     assert [row["status"] for row in rows] == ["done"] * 4 and seen == [False, False, True, False]
+    assert "\n1.0 × ≈ (95%: 1.00 to 1.00) from baseline to the last rung\n" in capsys.readouterr().out
