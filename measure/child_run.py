@@ -27,7 +27,7 @@ from common.device import choose_device_type
 from common.errors import UserError, out_of_memory
 from config import INTERVALS, Config, chosen_flags, command_line
 from data.shards import open_shards
-from measure.results import Results
+from measure.results import Results, data_sha256
 from parallel import memory, process_group
 from train_gpt2 import train
 
@@ -44,6 +44,8 @@ def begin(config, kind, columns, typed=(), goes_on=True):
         raise UserError("a measurement starts the processes of its runs: start it with python, not with torchrun")
     if config.profile or config.memory_snapshot:
         raise UserError("--profile and --memory_snapshot are for a single run: both slow down what is measured here")
+    if config.resume not in ("auto", "never"):
+        raise UserError("--resume is for train_gpt2.py; --config RUN/flags.yaml measures with the flags of a run")
     if not config.demo:
         open_shards(config.data_dir, "train")
     if unused := sorted({"max_steps", *INTERVALS}.intersection(typed)):
@@ -178,11 +180,11 @@ def explain(error):
 def train_to_end(config, results, name, ranks):
     """Train with the flags of a Config in `ranks` processes; returns a dictionary with name, command and status.
 
-    results: a Results; the run's folder is NAME in its folder. A run that is done has facts, those of its config.json,
-    and is not run again; the others have a reason, see explain(). Raises UserError as Results.kept().
+    results: a Results; the run's folder is NAME in its folder. A run that is done has facts, those of its config.json
+    and data_sha256, and is not run again; the others have a reason, see explain(). Raises UserError as Results.kept().
     """
     result = dict(name=name, command=shown_command(config, ranks))
-    if before := results.kept(name, command=result["command"]):
+    if before := results.kept(name, config, command=result["command"]):
         return before
     shutil.rmtree(results.folder / name, ignore_errors=True)  # of a measurement that was stopped
     own = run_config(config, log_dir=str(results.folder), run_name=name)
@@ -201,11 +203,12 @@ def train_whole(config, pipe):
     """The work of train_to_end()'s processes."""
     os.environ.setdefault("WANDB_RUN_GROUP", Path(config.log_dir).name)  # read by wandb
     distributed = process_group.start(config.device, config.tensor, config.context, config.pipeline)
+    data = distributed.on_main(lambda: data_sha256(config))
     train(config, distributed, chosen_flags(config), StopSignal())
     process_group.stop()
     if distributed.is_main:
         facts = facts_of(folder_of(config.log_dir, config.run_name))
         if not facts["finished"]:
             raise UserError("a signal ended it")
-        pipe.send(facts)
+        pipe.send(facts | dict(data_sha256=data))
     pipe.recv()  # until it is closed

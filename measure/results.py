@@ -8,8 +8,10 @@ from typing import Literal
 
 from checkpoints.run_folder import folder_of, lock, make_folder
 from common.cli import print_over_bar
-from common.errors import UserError
-from common.files import read_json, write_json
+from common.errors import UserError, first_line
+from common.files import json_digest, read_json, write_json
+from data.demo import make_data
+from data.shards import identity, open_shards
 from watch.hardware import environment
 
 
@@ -32,8 +34,8 @@ class Results:
         """Make the folder, print the table's head, and let SIGTERM end the process as Ctrl-C does.
 
         flags: with log_dir and run_name. goes_on: an existing folder of this kind is taken, with the runs that are
-        kept() in it. Raises UserError for another folder that exists, one that another process writes, or one that
-        cannot be made.
+        kept() in it. Raises UserError for another folder that exists, one that another process writes, one that cannot
+        be made, or a run in it that cannot be read.
         """
         if flags.run_name is not None and (folder := folder_of(flags.log_dir, flags.run_name)).exists():
             if not (goes_on and (folder / f"{kind}.json").exists()):
@@ -42,6 +44,9 @@ class Results:
         self._lock = lock(self.folder)  # until the process ends: another ladder would delete the run that is measured
         self.environment = environment(device)
         self.rows, self._texts = [], []
+        for path in self.folder.glob("*.json"):  # all of them before anything is overwritten
+            if path.stem != kind:
+                read_result(path)
         if not (self.folder / f"{kind}.json").exists():
             self._write()
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # as on Ctrl-C: the run under measurement ends first
@@ -61,15 +66,18 @@ class Results:
         write_json(self.folder / f"{row['name']}.json", row)
         return row
 
-    def kept(self, name, **expected):
-        """The result that an earlier start has left in NAME.json, or None. Raises UserError if it has other values than
-        `expected`, {name: value}, or is of other hardware, another version or commit."""
+    def kept(self, name, config, **expected):
+        """The result that an earlier start has left in NAME.json, or None. config: the Config of the run.
+
+        Raises UserError if it cannot be read, if it has other values than `expected`, {name: value}, or if it is of
+        other hardware, data or code, or another version or commit.
+        """
         path = self.folder / f"{name}.json"
         if not path.exists():
             return None
-        row = read_json(path, command=str, facts=dict)
+        row = read_result(path)
         found = row["facts"] | row
-        for fact, value in (self.environment | expected).items():
+        for fact, value in (self.environment | dict(data_sha256=data_sha256(config)) | expected).items():
             if found.get(fact) != value:
                 raise UserError(
                     f"{self.folder} has runs whose {fact} is {found.get(fact)}, and now it is {value}: choose another "
@@ -98,6 +106,22 @@ class Results:
 
     def __str__(self):
         return f"{self.folder}/ has {self.kind}.md and {self.kind}.json"
+
+
+def read_result(path):
+    """The result of a run that Results.keep() wrote. Raises UserError if the file is damaged."""
+    try:
+        return read_json(path, command=str, facts=dict)
+    except (OSError, ValueError) as error:
+        raise UserError(f"cannot read {path} ({first_line(error)}): delete it, and that run starts again") from error
+
+
+def data_sha256(config):
+    """The SHA-256 of what recognizes the data of a run: data.shards.identity(). Raises UserError as open_shards()."""
+    if config.demo:
+        make_data(config.data_dir)
+    shards = [shard for split in ("train", "val") for shard in open_shards(config.data_dir, split)]
+    return json_digest(identity(config.data_dir, shards))
 
 
 def align(texts, columns, first=30):

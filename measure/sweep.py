@@ -106,7 +106,7 @@ def read_axis(text):
 
 def measure_cell(config, results, name):
     """The result of a cell's SweepConfig, of turns.measure() or kept from an earlier start."""
-    if before := results.kept(name, command=shown_command(config, config.gpus), steps=config.steps):
+    if before := results.kept(name, config, command=shown_command(config, config.gpus), steps=config.steps):
         return before
     timed, row = measure(config, config.gpus, results, name, 0, config.steps)
     if not timed:

@@ -64,8 +64,7 @@ def main():
     if "recipes" not in typed and (fixed := sorted(typed.keys() & set().union(*RECIPES.values()))):
         raise UserError(f"leave out --{', --'.join(fixed)}, which the rungs set, or use --recipes")
     base = defaults(typed | dict(ladder=True))
-    # flags of a file or a run go before the demo's
-    demo = DEMO if base.demo and not {"config", "resume"} & typed.keys() else {}
+    demo = DEMO if base.demo and "config" not in typed else {}  # a file's flags go before the demo's
     climb(parse(ToLossConfig, ToLossConfig(**vars(base) | demo)))
 
 
@@ -88,7 +87,7 @@ def climb(config):
                 break  # the other seeds would fail too
         row = runs[-1]
         if row["status"] == "done":
-            of_seeds = [read_curve(results.folder / run["name"]) for run in runs]
+            of_seeds = [read_curve(results.folder / run["name"], config.max_steps) for run in runs]
             row = summarize(of_seeds, target) | dict(facts=row["facts"], commands=[run["command"] for run in runs])
         if row["status"] == "done":
             changes |= recipe
@@ -149,10 +148,15 @@ class Curve(NamedTuple):
     losses: list  # nats; NaN where the loss was not finite
 
 
-def read_curve(folder):
-    """The Curve of a run's folder. The first steps include compilation: they take the median time of the others."""
+def read_curve(folder, max_steps):
+    """The Curve of a run's folder. The first steps include compilation: they take the median time of the others.
+
+    Raises UserError if metrics.jsonl lacks one of the run's max_steps steps, or the validation after the last one.
+    """
     rows = read_rows(folder)
     steps = [row for row in rows if "step_ms" in row]
+    if len(steps) != max_steps or not any("val_loss" in row for row in rows if row["step"] == max_steps):
+        raise UserError(f"{folder}/metrics.jsonl lacks lines: delete {folder}.json, and the run is trained again")
     usual = statistics.median(row["step_ms"] for row in steps[SETTLING_STEPS:])
     for row in steps[:SETTLING_STEPS]:
         row["step_ms"] = usual

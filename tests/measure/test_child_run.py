@@ -6,12 +6,13 @@ import pytest
 import torch
 from conftest import TINY, wait_until
 from fork_server import descendants
+from texts import write_corpus
 
 from common.cli import given
 from common.errors import UserError
 from config import Config, defaults
 from measure.child_run import ChildRun, explain, train_to_end
-from measure.results import Results
+from measure.results import Results, data_sha256
 
 
 def end_with_a_bug(config, pipe):
@@ -60,7 +61,7 @@ def test_a_run_that_a_signal_stops(corpus, tmp_path):
     result = train_to_end(config, folder, "00", 1)
     stopper.join()
     assert result["status"] == "skipped" and result["reason"] == "a signal ended it"
-    assert folder.kept("00", command=result["command"]) is None
+    assert folder.kept("00", config, command=result["command"]) is None
 
 
 def test_two_measurements_of_one_name_leave_each_other_alone(tmp_path):
@@ -75,14 +76,21 @@ def test_two_measurements_of_one_name_leave_each_other_alone(tmp_path):
         results(tmp_path, "sweep")
 
 
-def test_a_result_of_another_command_machine_version_or_commit_is_not_taken(tmp_path, capsys):
-    folder, command = results(tmp_path), "python train_gpt2.py --lr 1"
-    row = folder.keep(dict(name="00", command=command, status="done", facts=dict(folder.environment, command="other")))
+def test_a_result_of_another_command_machine_version_code_or_data_is_not_taken(tmp_path, capsys):
+    (tmp_path / "data").mkdir()
+    write_corpus(tmp_path / "data")
+    folder, command, config = results(tmp_path), "python train_gpt2.py --lr 1", Config(data_dir=str(tmp_path / "data"))
+    facts = dict(folder.environment, command="other", data_sha256=data_sha256(config))
+    row = folder.keep(dict(name="00", command=command, status="done", facts=facts))
     assert "; after a stop the same command with --run_name x goes on\n" in capsys.readouterr().out
-    assert folder.kept("00", command=command) == row and folder.kept("01", command=command) is None
+    assert folder.kept("00", config, command=command) == row and folder.kept("01", config, command=command) is None
     with pytest.raises(UserError, match="has runs whose command is .*, and now it is another: choose"):
-        folder.kept("00", command="another")
-    for name in ("hardware", "torch", "git_commit"):
+        folder.kept("00", config, command="another")
+    for name in ("hardware", "torch", "git_commit", "code_sha256"):
         folder.environment = row["facts"] | {name: "another", "command": ""}
         with pytest.raises(UserError, match=f"has runs whose {name} is .*, and now it is another: choose"):
-            folder.kept("00", command=command)
+            folder.kept("00", config, command=command)
+    folder.environment = row["facts"]
+    write_corpus(tmp_path / "data", seed=1)  # as long as before
+    with pytest.raises(UserError, match="has runs whose data_sha256 is "):
+        folder.kept("00", config, command=command)

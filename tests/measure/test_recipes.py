@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from conftest import logged
+from conftest import expect_error, logged
 
 from common.errors import UserError
 from measure import to_loss
@@ -39,7 +39,14 @@ def test_the_ladder_of_recipes_climbs(train, tmp_path):
     assert [path.parent.name for path in before if after[path] != before[path]] == ["02_seed1337"]
     again = json.loads((folder / "to_loss.json").read_text())["results"]
     assert [r["finals"] for r in again[:2]] == [r["finals"] for r in results[:2]]
-    assert "to a validation loss of 9.5000: " in (folder / "to_loss.md").read_text()
+    table = (folder / "to_loss.md").read_text()
+    assert "to a validation loss of 9.5000: " in table
+    # a damaged file, also of a later run, ends it before anything is overwritten
+    for text in ("{", "[]", ""):
+        (folder / "02_seed1337.json").write_text(text)
+        done = train("recipes", *flags, drop=drop, script="measure/to_loss.py", fails=True)
+        expect_error(done, "cannot read", "recipes/02_seed1337.json", "delete it")
+        assert (folder / "to_loss.md").read_text() == table
 
 
 def test_recipes_of_ones_own(train):

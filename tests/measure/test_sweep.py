@@ -1,6 +1,7 @@
 import json
 
 import pytest
+import torch
 
 from common.errors import UserError
 from measure import sweep
@@ -63,14 +64,18 @@ def test_axes():
         read_axis("batch_size=8")
 
 
-def test_bad_sweeps_end_in_one_line(monkeypatch, corpus):
+def test_bad_sweeps_end_in_one_line(monkeypatch, corpus, tmp_path):
     def error(**flags):
         with pytest.raises(UserError) as caught:
-            sweep.sweep(sweep.SweepConfig(data_dir=str(corpus), **flags))
+            sweep.sweep(sweep.SweepConfig(data_dir=str(corpus), log_dir=str(tmp_path / "log"), **flags))
         return str(caught.value)
 
     assert "a sweep needs at least one flag" in error()
     assert "flash=on,perhaps: --flash=perhaps: it must be on or off" in error(axes=("flash=on,perhaps",))
     assert "names a flag twice" in error(axes=("lr=1", "lr=2"))
+    assert "--config RUN/flags.yaml" in error(axes=("lr=1,2",), resume="log/x")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert "--device cuda, but PyTorch sees no such GPU" in error(axes=("lr=1,2",), device="cuda")
+    assert not (tmp_path / "log").exists()
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert "start it with python" in error(axes=("lr=1,2",))

@@ -3,6 +3,7 @@ import math
 
 import pytest
 
+from common.errors import UserError
 from measure.to_loss import Curve, cells, note, p_value, reach, read_curve, summarize
 
 
@@ -12,8 +13,13 @@ def test_a_curve_counts_training_steps_alone(tmp_path):
     rows += [dict(step=step, tokens=100 * (step + 1), step_ms=5000 if step == 0 else 200) for step in range(8)]
     rows += [dict(step=8, tokens=800, val_loss=5.0), dict(step=8, tokens=800, samples=[""])]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    curve = read_curve(tmp_path)
+    curve = read_curve(tmp_path, 8)
     assert curve.tokens == [0, 800] and curve.losses == [9.0, 5.0] and curve.seconds == pytest.approx([0, 1.6])
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines(keepends=True)
+    for count in (1, 5, 9):  # no step has a usual time; too few of them; the last validation is missing
+        (tmp_path / "metrics.jsonl").write_text("".join(lines[:count]))
+        with pytest.raises(UserError, match=f"metrics.jsonl lacks lines: delete {tmp_path}.json"):
+            read_curve(tmp_path, 8)
 
 
 def test_a_loss_is_reached_between_two_validations():
@@ -30,7 +36,7 @@ def test_a_run_that_ends_without_a_finite_loss_has_diverged(tmp_path):
         rows += [dict(step=8, tokens=800 + i, val_loss=loss) for i, loss in enumerate(losses)]
         (tmp_path / name).mkdir()
         (tmp_path / name / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-        curves[name] = read_curve(tmp_path / name)
+        curves[name] = read_curve(tmp_path / name, 8)
     assert reach(curves["sound"], 7.0) == pytest.approx((802, 1.6)) and reach(curves["ruined"], 4.0) is None
     first = summarize([curves["sound"]])
     ruined = summarize([curves["sound"], curves["ruined"]], first["loss"])
