@@ -33,7 +33,7 @@ def test_the_gain_is_that_of_the_rounds_in_turn():
     assert set(turns) == {("A", 4), ("B", 5)}  # 20 steps at least, and as long as a step of the other
 
 
-@pytest.mark.parametrize("step, rounds, share", [(0.85, 7, 1), (0.98, 5, 1), (0.1, 20, 3)])
+@pytest.mark.parametrize("step, rounds, share", [(0.85, 7, 1), (0.98, 7, 1), (1.02, 5, 1), (0.1, 20, 3)])
 def test_the_rounds_have_the_seconds(step, rounds, share):
     """Long steps have a turn each: five of 0.85 s are 4.25 s of the 5 asked for. A turn has 0.25 s of short ones."""
     turns = []
