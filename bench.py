@@ -12,7 +12,9 @@ from common.interrupt import StopSignal
 import os
 import shlex
 import statistics
+import sys
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 
@@ -67,7 +69,7 @@ def main():
 def check_new(path):
     """Raises UserError if a file exists or cannot be written. path: None is no file."""
     try:
-        if path:
+        if path is not None:
             open(path, "x").close()
             os.unlink(path)
     except OSError as error:
@@ -126,9 +128,11 @@ def report(trainer, results):
 
 def write_record(config, distributed, measured, gpu):
     """Write --record's file. measured: of report(); gpu: rank 0's, of gpu_facts()."""
+    command = shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])  # without a private path, here and in --record
     facts = environment(distributed.device) | dict(gpus=distributed.world_size, gpu=gpu)
-    for own in (f"--record {shlex.quote(config.record)}", shlex.quote(f"--record={config.record}")):  # a private path
-        facts["command"] = facts["command"].replace(f" {own}", "")
+    for own in (f"--record {shlex.quote(config.record)}", shlex.quote(f"--record={config.record}")):
+        command = command.replace(f" {own}", "")
+    facts["command"] = command
     facts |= {name: getattr(config, name) for name in SIZES}
     on = [name for name, is_on in plan_switches(config).items() if is_on]
     write_json(config.record, facts | dict(on=on) | measured)

@@ -36,7 +36,7 @@ def attention_kernel(config, distributed):
     if config.mask_documents and config.attention != "flash":
         return "--mask_documents runs on the kernels flash and flash4, or with sdpa"
     if config.attention == "triton":
-        return ampere(config, distributed) or triton(config, distributed) or autocast(config)
+        return ampere(config, distributed) or triton(config, distributed) or autocast(config) or triton_width(config)
     dtype = dict(bf16=torch.bfloat16, fp16=torch.float16, off=torch.float32)[config.autocast]
     return attention.missing_sdpa_kernel(config.attention, distributed.device, dtype, head_width(config))
 
@@ -44,6 +44,13 @@ def attention_kernel(config, distributed):
 def head_width(config):
     """The width of an attention head. The ladder asks before the model's sizes are known: 64, as in all but tiny."""
     return config.n_embd // config.n_head if config.n_embd and config.n_head else 64
+
+
+def triton_width(config):
+    from kernels.flash_triton import WIDTHS  # needs Triton
+
+    width = head_width(config)
+    return None if width in WIDTHS else f"a head is {width} wide, and the kernel needs one of {WIDTHS}"
 
 
 def inductor(config, distributed):

@@ -6,6 +6,8 @@ import torch.nn.functional as F
 from test_model import batch, loss_and_gradients, tiny
 
 from common.errors import UserError
+from config import Config
+from kernels import needs
 
 pytest.importorskip("triton", reason="needs Triton")
 from kernels.flash_triton import flash_triton, flash_triton_backward  # noqa: E402
@@ -76,3 +78,8 @@ def test_registration():
 def test_other_widths_are_refused():
     with pytest.raises(UserError, match="width in .16, 32, 64, 128., not 24"):
         flash_triton(torch.zeros(1, 4, 72, device=DEVICE), 1)
+
+
+def test_a_width_that_the_kernel_lacks_is_refused_before_the_run():
+    assert needs.triton_width(Config(n_embd=768, n_head=12)) is None
+    assert "96 wide" in needs.triton_width(Config(n_embd=768, n_head=8))
