@@ -150,8 +150,10 @@ def cards():
 
 def hardware_table():
     """The GPUs of measure/hardware.py, and what was measured on two of them."""
-    cards = dict(H100="h100", H200="h200")
-    measured = {card: f"{load(f'cards/{name}')['tokens_per_second']:,}" for card, name in cards.items()}
+    measured = {}
+    for gpu in ("H100", "H200"):
+        card = load(f"cards/{gpu.lower()}")
+        measured[gpu] = f"{card['tokens_per_second']:,}, PyTorch {card['torch'].rpartition('.')[0]}"
     rows = [row | dict(measured=measured.get(row["GPU"], "")) for row in hardware.rows()]
     return markdown({name: f"{{{name}}}" for name in rows[0]}, rows)
 
