@@ -128,7 +128,8 @@ def report(trainer, results):
 
 def write_record(config, distributed, measured, gpu):
     """Write --record's file. measured: of report(); gpu: rank 0's, of gpu_facts()."""
-    command = shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])  # without a private path, here and in --record
+    # paths may be private: neither the folder of bench.py nor that of the record
+    command = shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
     facts = environment(distributed.device) | dict(gpus=distributed.world_size, gpu=gpu)
     for own in (f"--record {shlex.quote(config.record)}", shlex.quote(f"--record={config.record}")):
         command = command.replace(f" {own}", "")

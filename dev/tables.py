@@ -119,7 +119,9 @@ def rungs():
     if different := [key for key in ("card", "commit", "versions") if first[key] != second[key]]:
         raise UserError(f"ladder.json and ladder_second.json differ in {', '.join(different)}")
     others = {row["name"]: row for row in second["rows"]}
-    return [row | dict(second=others.get(row["name"])) for row in first["rows"]]
+    if missing := [row["name"] for row in first["rows"] if row["name"] not in others]:
+        raise UserError(f"ladder_second.json has no {', '.join(missing)}")
+    return [row | dict(second=others[row["name"]]) for row in first["rows"]]
 
 
 def ladder():

@@ -96,14 +96,14 @@ def measure_leak(train, val):
     are n-grams of the training data, and of its tokens that are in such n-grams: three floats; and which tokens are.
 
     train: an iterable of (tokens,) uint16. val: (tokens,) uint16. Returns also a (tokens,) bool. Raises UserError if
-    the validation data has no n-gram.
+    the validation data has no n-gram, or no ASCII letter or digit.
     """
     sentences = letters(decode(val))
     lengths = np.array([len(each) for each in sentences])
     ends = np.cumsum(np.append(0, val == END_OF_TEXT))
     within = ends[N:] == ends[:-N]  # the n-grams that lie in one document
-    if not within.any():
-        raise UserError(f"no document of the validation data has {N} tokens to compare")
+    if not within.any() or not lengths.sum():
+        raise UserError(f"the validation data needs a document of {N} tokens, and ASCII letters or digits")
     units, ngrams = Lookup(unit_hashes(sentences)), Lookup(ngram_hashes(val)[within])
     for tokens in train:
         units.find(unit_hashes(letters(decode(tokens))))

@@ -44,9 +44,8 @@ class Results:
         self._lock = lock(self.folder)  # until the process ends: another ladder would delete the run that is measured
         self.environment = environment(device)
         self.rows, self._texts = [], []
-        for path in self.folder.glob("*.json"):  # all of them before anything is overwritten
-            if path.stem != kind:
-                read_result(path)
+        for path in self.folder.glob("[0-9]*.json"):  # of runs, all of them before anything is overwritten
+            read_result(path)
         if not (self.folder / f"{kind}.json").exists():
             self._write()
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # as on Ctrl-C: the run under measurement ends first

@@ -62,7 +62,7 @@ def micro_batch_seconds(config):
     of_ranks = [blocks * block for blocks in blocks_of_stages(config)]
     of_ranks[-1] += tokens * 6 * VOCAB_SIZE * C / rate  # the head
     sharded = SHARDED[config.parallel] if is_sharded(config) else 1
-    if is_one_unit(config, config.n_layer, C):
+    if is_sharded(config) and is_one_unit(config, max(blocks_of_stages(config)), C):
         sharded = ONE_UNIT
     return max(of_ranks) * sharded * (SLOWEST if config.gpus > 1 else 1)
 
@@ -105,7 +105,7 @@ def step_time(config, distributed):
     if is_sharded(config) and config.pipeline == 1:
         # a micro-batch hides at most its own time; what comes once a step overlaps with one micro-batch
         hidden = 1 - params_of_embeddings(config) / params_of_rank(config)
-        hidden *= not is_one_unit(config, config.n_layer, config.n_embd)
+        hidden *= not is_one_unit(config, max(blocks_of_stages(config)), config.n_embd)
         waits -= (micro_steps - 1) * min(micro_batch, hidden * each) + min(micro_batch, hidden * (each + once))
     seconds = micro_steps * micro_batch + STEP_SECONDS + waits
     return seconds, waits / seconds

@@ -9,7 +9,7 @@ from data.tokenizer import VOCAB_SIZE
 from kernels.needs import small_micro_batch
 from optim.optimizer import OPTIMIZERS
 from optim.schedules import accumulation_steps
-from parallel.fsdp import blocks_together, is_sharded, shard_group_size
+from parallel.fsdp import blocks_together, is_one_unit, is_sharded, shard_group_size
 from parallel.pipeline import blocks_in_flight, blocks_of_stages
 from parallel.tensor import sequence_parts
 
@@ -146,7 +146,9 @@ def bytes_of_weights(config, distributed):
     unit = blocks_together(config) * 12 * config.n_embd**2 / config.tensor
     # one unit computes, one is prefetched
     gathered = params if config.parallel in ("ddp", "zero1", "zero2") else embeddings + 2 * unit
-    reduced = max(unit, embeddings)  # a unit's gradients, and their float32 copy for the reduce-scatter
+    # a unit's gradients, and their float32 copy for the reduce-scatter
+    whole = is_one_unit(config, max(blocks_of_stages(config)), config.n_embd)
+    reduced = params if whole else max(unit, embeddings)
     accumulates = config.parallel == "zero1" and accumulation_steps(config, distributed.data_size) > 1
     return 2 * own + width * gathered + (width + 4) * reduced + accumulates * 4 * params
 

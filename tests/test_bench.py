@@ -29,7 +29,7 @@ def test_a_record_has_all_steps_and_replaces_no_file(call_main, tmp_path):
     )
     assert f"{record['tokens_per_second']:,} tokens/sec" in done.stdout
     assert record["torch"] == torch.__version__ and record["seed"] == 1337 and "--n_embd 32" in record["command"]
-    command = record["command"]  # without paths, which may name a person
+    command = record["command"]  # without bench.py's folder and --record, which may name a person
     assert command.startswith("bench.py ") and command.endswith("--steps 2")
     assert "pad_vocab" in record["on"] and "compile" not in record["on"]
     assert record["gpu"] is None and record["gpus"] == 1

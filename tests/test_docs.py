@@ -113,9 +113,10 @@ def test_ladders_of_two_kinds_are_not_in_one_table(tmp_path, monkeypatch):
     assert tables.make("gain", "tf32") == "2.00"
     with pytest.raises(UserError, match="no such rung"):
         tables.make("gain", "flash")
-    (tmp_path / "ladder_second.json").write_text(json.dumps(record | dict(card="A100")))
-    with pytest.raises(UserError, match="differ in card"):
-        tables.rungs()
+    for change, problem in ((dict(card="A100"), "differ in card"), (dict(rows=rows[:1]), "has no tf32")):
+        (tmp_path / "ladder_second.json").write_text(json.dumps(record | change))
+        with pytest.raises(UserError, match=problem):
+            tables.rungs()
 
 
 def started(script, **variables):

@@ -113,8 +113,10 @@ def git_commit():
 
 def code_sha256():
     """The SHA-256 of this code's Python files. It tells what a commit that is "-dirty" or None does not."""
-    paths = sorted(path for pattern in ("*.py", "*/*.py") for path in ROOT.glob(pattern) if path.is_file())
-    return hashlib.sha256(b"".join(path.read_bytes() for path in paths)).hexdigest()
+    digest = hashlib.sha256()
+    for path in sorted(path for pattern in ("*.py", "*/*.py") for path in ROOT.glob(pattern)):
+        digest.update(f"{path.relative_to(ROOT)}\n{path.stat().st_size}\n".encode() + path.read_bytes())
+    return digest.hexdigest()
 
 
 def installed_version(package):

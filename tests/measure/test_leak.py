@@ -37,8 +37,9 @@ def test_ngrams_and_the_tokens_that_they_cover():
     assert ngrams == 8 / 36
     assert tokens == 20 / 60
     assert np.flatnonzero(covered).tolist() == [*range(11, 31)]
-    with pytest.raises(UserError, match="13 tokens"):
-        leak.measure_leak([train], val[:5])
+    for nothing in (val[:5], tokenize(["Всё смешалось в доме Облонских. " * 9])):
+        with pytest.raises(UserError, match="13 tokens, and ASCII"):
+            leak.measure_leak([train], nothing)
 
 
 def test_the_command_reads_shards_in_blocks_of_documents(tmp_path, monkeypatch, capsys):
