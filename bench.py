@@ -130,10 +130,9 @@ def write_record(config, distributed, measured, gpu):
     """Write --record's file. measured: of report(); gpu: rank 0's, of gpu_facts()."""
     # paths may be private: neither the folder of bench.py nor that of the record
     command = shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
-    facts = environment(distributed.device) | dict(gpus=distributed.world_size, gpu=gpu)
     for own in (f"--record {shlex.quote(config.record)}", shlex.quote(f"--record={config.record}")):
         command = command.replace(f" {own}", "")
-    facts["command"] = command
+    facts = environment(distributed.device) | dict(command=command, gpus=distributed.world_size, gpu=gpu)
     facts |= {name: getattr(config, name) for name in SIZES}
     on = [name for name, is_on in plan_switches(config).items() if is_on]
     write_json(config.record, facts | dict(on=on) | measured)

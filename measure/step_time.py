@@ -21,8 +21,8 @@ first block, and its gradient is complete after all others. With --pipeline all 
 
 from data.tokenizer import VOCAB_SIZE
 from optim.schedules import accumulation_steps
-from parallel.fsdp import is_one_unit, is_sharded, shard_group_size
-from parallel.memory import compute_bytes, params_of_embeddings, params_of_rank
+from parallel.fsdp import is_sharded, shard_group_size
+from parallel.memory import compute_bytes, has_one_unit, params_of_embeddings, params_of_rank
 from parallel.pipeline import blocks_of_stages
 from watch.hardware import PEAK_TFLOPS
 
@@ -61,9 +61,7 @@ def micro_batch_seconds(config):
     block = tokens * flops * RECOMPUTED[config.activation_checkpointing] / rate + LAYER_SECONDS
     of_ranks = [blocks * block for blocks in blocks_of_stages(config)]
     of_ranks[-1] += tokens * 6 * VOCAB_SIZE * C / rate  # the head
-    sharded = SHARDED[config.parallel] if is_sharded(config) else 1
-    if is_sharded(config) and is_one_unit(config, max(blocks_of_stages(config)), C):
-        sharded = ONE_UNIT
+    sharded = ONE_UNIT if has_one_unit(config) else SHARDED[config.parallel] if is_sharded(config) else 1
     return max(of_ranks) * sharded * (SLOWEST if config.gpus > 1 else 1)
 
 
@@ -104,8 +102,7 @@ def step_time(config, distributed):
     waits = micro_steps * (split + each) + once + (config.pipeline - 1) * (micro_batch + split)
     if is_sharded(config) and config.pipeline == 1:
         # a micro-batch hides at most its own time; what comes once a step overlaps with one micro-batch
-        hidden = 1 - params_of_embeddings(config) / params_of_rank(config)
-        hidden *= not is_one_unit(config, max(blocks_of_stages(config)), config.n_embd)
+        hidden = 0 if has_one_unit(config) else 1 - params_of_embeddings(config) / params_of_rank(config)
         waits -= (micro_steps - 1) * min(micro_batch, hidden * each) + min(micro_batch, hidden * (each + once))
     seconds = micro_steps * micro_batch + STEP_SECONDS + waits
     return seconds, waits / seconds

@@ -15,11 +15,11 @@ import torch
 
 from checkpoints import resume
 from common.errors import UserError
+from common.files import json_digest
 from config import INTERVALS, chosen_flags, resolve
 from data.loader import Loader, open_streams
 from data.shards import dataset_name
 from measure.child_run import ChildRun, explain, run_config, shown_command
-from measure.results import data_sha256
 from parallel import memory, process_group
 from train_gpt2 import build, train_step
 from watch.hardware import environment, flops_per_token, mfu, peak_flops, peak_memory
@@ -128,7 +128,7 @@ def take_turns(config, pipe):
     distributed = process_group.start(config.device, config.tensor, config.context, config.pipeline)
     start = resume.find_start(config, distributed)
     config, _ = resolve(config, distributed, memory.free_memory(distributed), start, chosen_flags(config))
-    stream, _, _ = open_streams(config, distributed)
+    stream, _, data = open_streams(config, distributed)
     batches = stream, config.micro_batch_size, config.seq_len, distributed
     loader, first_batch = Loader(*batches), Loader(*batches).next_batch()
     trainer = build(config, distributed, start.weights, start.sizes)
@@ -138,7 +138,7 @@ def take_turns(config, pipe):
     device, stop, step = distributed.device, StopSignal(), 0
     if distributed.is_main:
         facts = dict(vars(config), world_size=distributed.world_size, dataset=dataset_name(config.data_dir))
-        facts |= dict(data_sha256=data_sha256(config), flops_per_token=flops_per_token(trainer.model, config.seq_len))
+        facts |= dict(data_sha256=json_digest(data), flops_per_token=flops_per_token(trainer.model, config.seq_len))
         facts |= dict(peak_flops=peak_flops(device) * distributed.world_size)
         pipe.send(facts | environment(device))
     while True:

@@ -89,7 +89,7 @@ def shard(model, blocks, config, mesh):
     together = blocks_together(model.config)
     units = [blocks[i : i + together] for i in range(0, len(blocks), together)]
     if is_one_unit(config, len(blocks), model.config.n_embd):
-        units = []
+        units = []  # the root has all
     for unit in (*units, model):
         fully_shard(unit, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward(unit, model, config))
     for unit, following in zip(units, units[1:]):

@@ -130,6 +130,11 @@ def params_of_embeddings(config):
     return (VOCAB_SIZE + config.seq_len) * config.n_embd / config.tensor
 
 
+def has_one_unit(config):
+    """Whether FSDP gathers a rank's part of the model as a whole."""
+    return is_one_unit(config, max(blocks_of_stages(config)), config.n_embd)
+
+
 def compute_bytes(config):
     """Bytes of a number in GEMMs and attention."""
     return 4 if config.autocast == "off" else 2
@@ -147,8 +152,7 @@ def bytes_of_weights(config, distributed):
     # one unit computes, one is prefetched
     gathered = params if config.parallel in ("ddp", "zero1", "zero2") else embeddings + 2 * unit
     # a unit's gradients, and their float32 copy for the reduce-scatter
-    whole = is_one_unit(config, max(blocks_of_stages(config)), config.n_embd)
-    reduced = params if whole else max(unit, embeddings)
+    reduced = params if has_one_unit(config) else max(unit, embeddings)
     accumulates = config.parallel == "zero1" and accumulation_steps(config, distributed.data_size) > 1
     return 2 * own + width * gathered + (width + 4) * reduced + accumulates * 4 * params
 

@@ -59,7 +59,7 @@ def plan(gpus, memory=80.0, typed=(), **flags):
 
 def test_memory_and_speed_are_those_measured():
     xl = dict(model="gpt2-xl", total_batch_size=262144, micro_batch_size=32)
-    rates = []
+    rates = {}
     small, half = dict(micro_batch_size=64), dict(micro_batch_size=32)
     for gpus, flags, gb, rate in (
         (1, small, 21.4, 596300),
@@ -68,9 +68,9 @@ def test_memory_and_speed_are_those_measured():
         (1, dict(small, activation_checkpointing="full"), 5.3, 485200),
         (2, small, 21.4, 1172100),
         (4, small, 21.9, 2321200),
-        (2, dict(small, parallel="zero2"), 21.0, 0.997 * 1172100),
         (2, dict(small, parallel="zero3"), 20.5, 1128800),
         (2, dict(micro_batch_size=128, parallel="zero1"), 39.56, 1220600),
+        (2, dict(micro_batch_size=128, parallel="zero2"), 39.56, 1217956),
         (1, xl, 102.9, 53800),
         (2, xl, 102.9, 106000),
         (2, dict(xl, parallel="zero2"), 91.6, 103500),
@@ -85,12 +85,12 @@ def test_memory_and_speed_are_those_measured():
         memory, estimated = estimate(gpus, **flags)
         assert memory / GB == pytest.approx(gb, rel=0.05), flags
         assert estimated == pytest.approx(rate, rel=0.2 if "n_embd" in flags else 0.05), flags
-        if gpus == 2 and flags.get("parallel") != "zero1":
-            rates.append((estimated, rate))
-    # ddp, zero2 and zero3 of each model on two GPUs are in the measured order
-    for of_model in (rates[i : i + 3] for i in range(0, 9, 3)):
+        if gpus == 2 and flags["micro_batch_size"] != 128:  # those are of a newer PyTorch
+            rates.setdefault((flags.get("model"), flags.get("n_embd")), []).append((estimated, rate))
+    # the modes of each model on two GPUs are in the measured order
+    for of_model in rates.values():
         assert sorted(of_model) == sorted(of_model, key=lambda pair: pair[1])
-    assert len(rates) == 9
+    assert [*map(len, rates.values())] == [2, 3, 3]
 
 
 def test_the_plans_memory_adds_up_to_the_peak():
@@ -182,7 +182,7 @@ def test_measurements_to_which_no_formula_is_fitted():
         *(
             [(2, dict(of_others, parallel=mode, **sizes), gb, rate) for mode, gb, rate in modes]
             for sizes, modes in (
-                (small, (("ddp", 41.48, 1162900), ("zero2", 40.35, 0.997 * 1162900), ("zero3", 39.91, 1114200))),
+                (small, (("ddp", 41.48, 1162900), ("zero3", 39.91, 1114200))),
                 (medium, (("ddp", 56.79, 438700), ("zero2", 53.02, 426900), ("zero3", 52.50, 419800))),
                 (gpt2_large, (("ddp", 62.55, 199200), ("zero2", 53.89, 193300), ("zero3", 52.64, 189200))),
             )
