@@ -2,10 +2,12 @@
 
     python -m measure.checkpoints --models gpt2 gpt2-xl
     torchrun --standalone --nproc_per_node=2 -m measure.checkpoints       # also zero3 on two ranks, each mode from each
+    torchrun --standalone --nproc_per_node=2 -m measure.checkpoints --checkpoint log/RUN/checkpoint_19073
 
 With ddp one rank writes and every rank reads all of the files; with zero3 every rank writes its shards and reads the
-parts that it needs, as in ByteCheckpoint (Wan et al. 2024, arXiv 2407.20143). Files are read from disk, not from the
-page cache: first by rank 0, which verifies them, as when a run resumes.
+parts that it needs, as in ByteCheckpoint (Wan et al. 2024, arXiv 2407.20143). "broadcast" is ddp where rank 0 alone
+reads and sends what it has read, as in MegaScale (Jiang et al. 2024, arXiv 2402.15627). Files are read from disk, not
+from the page cache: first by rank 0, which verifies them, as when a run resumes.
 """
 
 import common.interrupt  # first: Ctrl-C during the other imports
@@ -18,6 +20,7 @@ import shutil
 import time
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Literal
 
 import torch
@@ -51,6 +54,8 @@ class Flags(ResultsFlags):
     """Sizes."""
     modes: tuple[Literal["ddp", "zero3"], ...] = ("ddp", "zero3")
     """What saves and what reads, in all combinations; on one rank ddp alone."""
+    checkpoint: str | None = None
+    """Read this checkpoint of a run, of any mode and number of ranks, in place of saving some of --models."""
 
 
 def main():
@@ -62,9 +67,12 @@ def main():
     folder = distributed.broadcast(results and results.folder) / "checkpoint"
     try:
         with out_of_memory(memory.less_memory()):
-            measure_all(flags, modes, folder, results, distributed, group)
+            if flags.checkpoint:
+                measure_existing(Path(flags.checkpoint), modes, results, distributed)
+            else:
+                measure_all(flags.models, modes, folder, results, distributed, group)
     except (OSError, SafetensorError) as error:
-        raise UserError(f"cannot write or read {folder}: {error}") from error
+        raise UserError(f"cannot write or read {flags.checkpoint or folder}: {error}") from error
     finally:
         for path in (folder, folder.with_name(folder.name + ".unfinished")) if results else ():
             shutil.rmtree(path, ignore_errors=True)
@@ -73,24 +81,41 @@ def main():
     process_group.stop()
 
 
-def measure_all(flags, modes, folder, results, distributed, group):
-    """Add a row to results, on rank 0, for each size and pair of modes. The folder has one checkpoint at a time."""
-    facts = environment(distributed.device)
-    for model, saved in progress([*itertools.product(flags.models, modes)], "checkpoints"):
-        writing = measure_saving(model, saved, folder, distributed, group)
-        for read in modes:
-            row = dict(name=model, saved=saved, read=read, ranks=distributed.world_size, status="done", facts=facts)
-            row |= writing | measure_loading(model, read, folder, distributed)
-            if results:
-                seconds = (f"{row[phase]:.2f}" for phase in ("snapshot", "write", "verify", "load"))
-                cells = [f"{model}, {saved} -> {read}", f"{row['gb']:.2f}", str(row["files"]), *seconds]
-                results.add(row, cells, NOTE)
+def measure_all(models, modes, folder, results, distributed, group):
+    """Add rows to results, on rank 0, for each size and mode. The folder has one checkpoint at a time."""
+    for model, saved in progress([*itertools.product(models, modes)], "checkpoints"):
+        run = dict(model=model, parallel=saved, world_size=distributed.world_size)
+        phases = measure_saving(run, folder, distributed, group)
+        measure_readers(run, phases, folder, modes, results, distributed)
         distributed.on_main(partial(shutil.rmtree, folder))
 
 
-def make(name, mode, distributed):
-    """(model, optimizer) of a size and a mode, on this rank's device; the weights are whatever memory holds."""
-    config = Config(model=name, parallel=mode, device=distributed.device.type, micro_batch_size=1)
+def measure_existing(folder, modes, results, distributed):
+    """measure_readers() of a run's checkpoint. Raises UserError if it is none."""
+    training = load.read_training(folder, **load.FIELDS)
+    measure_readers(training["run"], dict(snapshot=None, write=None), folder, modes, results, distributed)
+
+
+def measure_readers(run, phases, folder, modes, results, distributed):
+    """Add a row to results, on rank 0, for each way to read the folder's checkpoint. run: the flags and world_size of
+    what saved it; phases: the seconds that it took."""
+    facts, saved = environment(distributed.device), f"{run['world_size']} x {run['parallel']}"
+    sizes = [path.stat().st_size for path in folder.glob("*.safetensors")]
+    for read in (*modes, *(("broadcast",) if distributed.world_size > 1 and "ddp" in modes else ())):
+        row = dict(name=run["model"], saved=saved, read=read, ranks=distributed.world_size, status="done", facts=facts)
+        row |= dict(gb=sum(sizes) / 2**30, files=len(sizes)) | phases
+        row |= measure_loading(run | dict(parallel=read.replace("broadcast", "ddp")), folder, distributed, read)
+        if results:
+            seconds = (row[phase] for phase in ("snapshot", "write", "verify", "load"))
+            cells = [f"{row['name']}, {saved} -> {row['ranks']} x {read}", f"{row['gb']:.2f}", str(row["files"])]
+            results.add(row, [*cells, *("" if each is None else f"{each:.2f}" for each in seconds)], NOTE)
+
+
+def make(run, distributed):
+    """(model, optimizer) with a run's flags, on this rank's device; the weights are whatever memory holds."""
+    names = ("model", "n_layer", "n_head", "n_embd", "seq_len", "optimizer", "parallel")
+    config = Config(**{name: run[name] for name in names if name in run}, micro_batch_size=1)
+    config.device = distributed.device.type
     set_sizes(config, None)
     config, _ = turn_off_unavailable(config, distributed)
     with torch.device("meta"):
@@ -99,31 +124,36 @@ def make(name, mode, distributed):
     return model, make_optimizer(model, config)
 
 
-def measure_saving(name, mode, folder, distributed, group):
-    """Save a checkpoint to the folder: dict(gb=, files=, snapshot=, write=), seconds until all ranks are done."""
-    model, optimizer = make(name, mode, distributed)
+def measure_saving(run, folder, distributed, group):
+    """Save a checkpoint to the folder: dict(snapshot=, write=), seconds until all ranks are done."""
+    model, optimizer = make(run, distributed)
     sharded = pieces.has_dtensors(model)
     save.snapshot(model, optimizer, distributed)  # allocates page-locked memory
     snapshot, tensors = timed(distributed, lambda: save.snapshot(model, optimizer, distributed))
     write = partial(save.write, folder, model, tensors, {}, group if sharded else None)
     seconds, _ = timed(distributed, write if distributed.is_main or sharded else lambda: None)
-    sizes = [path.stat().st_size for path in folder.glob("*.safetensors")]
-    return dict(gb=sum(sizes) / 2**30, files=len(sizes), snapshot=snapshot, write=seconds)
+    return dict(snapshot=snapshot, write=seconds)
 
 
-def measure_loading(name, mode, folder, distributed):
+def measure_loading(run, folder, distributed, read):
     """Load the folder's checkpoint as a run of this mode does: dict(verify=, load=)."""
-    model, optimizer = make(name, mode, distributed)
+    model, optimizer = make(run, distributed)
     files = load.read_training(folder)["sha256"]
+    state = named_state(model, optimizer)
 
-    def load_all():
-        load.load_weights(folder, model)
-        tensors = [file for file in files if file.endswith(".safetensors")]
-        pieces.load(folder, tensors, named_state(model, optimizer))
+    def load_all(alone=False):
+        load.load_weights(folder, model, alone)
+        pieces.load(folder, [file for file in files if file.endswith(".safetensors")], state, alone=alone)
+
+    def load_and_broadcast():
+        distributed.on_main(partial(load_all, alone=True))
+        for tensor in (*model.parameters(), *state.values()):
+            dist.broadcast(tensor.detach(), src=0)
 
     distributed.on_main(lambda: [drop_from_page_cache(folder / file) for file in files])
     verify, _ = timed(distributed, lambda: distributed.is_main and load.compare(folder, files))
-    return dict(verify=verify, load=timed(distributed, load_all)[0])
+    seconds, _ = timed(distributed, load_and_broadcast if read == "broadcast" else load_all)
+    return dict(verify=verify, load=seconds)
 
 
 def timed(distributed, work):
