@@ -54,7 +54,7 @@ class Ladder:
     ladder_seconds: float = flag(5.0, at_least=0)
     """Seconds that each rung is timed, in turn with the rung before; on GPUs more, in up to 20 rounds, while its gain
     is uncertain by more than 0.6%."""
-    ladder_steps: int = flag(5, at_least=ROUNDS)
+    ladder_steps: int = flag(20, at_least=ROUNDS)
     """Steps that each rung is timed, at least."""
 
 
@@ -96,6 +96,7 @@ def climb(config, typed=()):
     add(row, "baseline", timed)
     on, before, first = [], baseline, baseline.micro_batch_size
     for index, (names, ranks) in enumerate(rungs, 1):
+        before = replace(before, total_batch_size=results.done[-1]["facts"]["total_batch_size"])  # one micro-batch's
         rung, idle = fit_rung(config, [*on, *names], names, first, Distributed(0, ranks, device), before)
         for name, reason in idle.items():
             add(dict(name=name, status="skipped", reason=reason), f"+ {name}")
@@ -135,10 +136,9 @@ def choose_rungs(text, devices, config):
             raise UserError(f"--rungs: there is no {name!r}; there are {', '.join(RUNGS)}")
         if names.count(name) > 1:
             raise UserError(f"--rungs names {name} twice")
-    for name in ("micro_batch", "ddp"):
-        if name in names and "accumulation" not in names[: names.index(name)]:
-            raise UserError(f"--rungs: {name} needs accumulation before it; until then a batch is one micro-batch")
     if "ddp" in names:
+        if "accumulation" not in names[: names.index("ddp")]:
+            raise UserError("--rungs: ddp needs accumulation before it; until then a batch is one micro-batch")
         if rungs[-1] != (["ddp"], 1):
             raise UserError("--rungs: ddp comes last, and alone")
         counts = {2**i for i in range(1, devices.bit_length())} | {devices}
@@ -178,7 +178,7 @@ def leaves_room(rung, row, device):
 def first_micro_batch(config, device):
     """Micro-batch size of the first rungs: FIRST_MICRO_BATCH or less on a GPU, 1 elsewhere; it divides the batch."""
     size = min(FIRST_MICRO_BATCH, config.micro_batch_size or FIRST_MICRO_BATCH) if device.type == "cuda" else 1
-    while size > 1 and config.total_batch_size % (size * config.seq_len):
+    while size > 1 and (config.total_batch_size or 0) % (size * config.seq_len):
         size //= 2
     return size
 
@@ -209,8 +209,6 @@ def with_rungs(config, on, first):
         changes["micro_batch_size"] = first
     if "ddp" not in on:
         changes |= dict(bf16_gradients=False, overlap_gradients=False)
-    if "accumulation" not in on:
-        changes["total_batch_size"] = first * config.seq_len
     return replace(config, **changes)
 
 

@@ -82,10 +82,6 @@ OPTIMIZATIONS = (
         changes="recipe",
     ),
     Optimization(
-        "accumulation", dict(total_batch_size=None), "{total_batch_size:,} tokens a step",  # None: one micro-batch
-        "gradient accumulation over micro-batches, to 0.5M tokens a step", changes="recipe",
-    ),
-    Optimization(
         "micro_batch", dict(micro_batch_size=None), "micro-batch of {micro_batch_size}",  # None: the first rung's
         "the largest micro-batch that fits, up to 128",
     ),
@@ -117,6 +113,10 @@ OPTIMIZATIONS = (
     switch(
         "fp8_head", "with --fp8: the head's GEMMs too",
         needs=needs.fp8_and_fused_head, in_model=True, changes="rounding", default=False,
+    ),
+    Optimization(
+        "accumulation", dict(total_batch_size=None), "{total_batch_size:,} tokens a step",  # None: one micro-batch
+        "gradient accumulation over micro-batches, to 0.5M tokens a step", changes="recipe",
     ),
     Optimization(
         "ddp", dict(parallel="ddp", tensor=1, context=1, pipeline=1), "{parallel} × {world_size}",
