@@ -9,6 +9,7 @@ Every rung runs the real training step, on the same data from the same seed, in 
 import common.interrupt  # first: Ctrl-C during the other imports
 
 import itertools
+import math
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Annotated
@@ -55,7 +56,7 @@ class Ladder:
     """Seconds that each rung is timed, in turn with the rung before; on GPUs more, in up to 20 rounds, while its gain
     is uncertain by more than 0.6%."""
     ladder_steps: int = flag(20, at_least=ROUNDS)
-    """Steps that each rung is timed, at least."""
+    """Steps that each rung is timed, at least: half of them in turn with the rung before, half with the next."""
 
 
 @dataclass
@@ -94,7 +95,7 @@ def climb(config, typed=()):
     device = torch.device(choose_device_type(config.device))
     baseline, timed, row = measure_baseline(config, device, results)
     add(row, "baseline", timed)
-    on, before, first = [], baseline, baseline.micro_batch_size
+    on, before, first, half = [], baseline, baseline.micro_batch_size, math.ceil(config.ladder_steps / 2)
     for index, (names, ranks) in enumerate(rungs, 1):
         before = replace(before, total_batch_size=results.done[-1]["facts"]["total_batch_size"])  # one micro-batch's
         rung, idle = fit_rung(config, [*on, *names], names, first, Distributed(0, ranks, device), before)
@@ -102,13 +103,13 @@ def climb(config, typed=()):
             add(dict(name=name, status="skipped", reason=reason), f"+ {name}")
         if names := [name for name in names if name not in idle]:
             name = f"{index:02d}_{'+'.join(names)}{ranks if ranks > 1 else ''}"
-            own, row = measure(rung, ranks, results, name, config.ladder_seconds, config.ladder_steps, timed)
+            own, row = measure(rung, ranks, results, name, config.ladder_seconds, half, timed)
             add(row, label(names, row, results.done), own)
             if own:
                 timed.close()
                 on, before, timed = [*on, *names], rung, own
     if on:  # the product of the gains has the errors of all of them
-        own, row = measure(baseline, 1, results, "baseline", config.ladder_seconds, config.ladder_steps, timed)
+        own, row = measure(baseline, 1, results, "baseline", config.ladder_seconds, half, timed)
         add(row, "baseline again", own)
         if own:
             own.close()
@@ -155,7 +156,7 @@ def measure_baseline(config, device, results):
     B = first_micro_batch(config, device)
     while True:
         rung, _ = turn_off_unavailable(with_rungs(config, [], B), Distributed(0, 1, device))
-        timed, row = measure(rung, 1, results, f"00_baseline_B{B}", config.ladder_seconds, config.ladder_steps)
+        timed, row = measure(rung, 1, results, f"00_baseline_B{B}", config.ladder_seconds, ROUNDS)
         if timed and (B == 1 or leaves_room(rung, row, device)):
             return rung, timed, row
         if timed:

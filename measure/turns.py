@@ -96,27 +96,29 @@ def measure(config, ranks, results, name, seconds, steps, before=None):
 
 
 def compare(first, second, seconds, steps):
-    """The gain of a TimedRun over another, in turn: dict(ratio=, low=, high=, is_clear=, rounds=), the geometric mean
-    over the rounds of the ratios of tokens/sec, its 95% interval, whether that does not hold 1, and the two rates of
-    each round.
+    """The gain of a TimedRun over another, in turn: dict(ratio=, low=, high=, is_clear=, rounds=, steps=, seconds=), the
+    geometric mean over the rounds of the ratios of tokens/sec, its 95% interval, whether that does not hold 1, the two
+    rates of each round, and how many steps and seconds each of the two was timed.
 
     Each is timed for `seconds` and `steps` steps, or longer: on GPUs for up to 20 rounds while the gain is less certain
     than PRECISION. A CPU's steps vary too much for it.
     """
     turn = max(seconds / TURNS, first.seconds, second.seconds)  # seconds; shares: steps
     shares = {run: max(math.ceil(steps / ROUNDS), math.ceil(turn / run.seconds)) for run in (first, second)}
-    rounds = []
+    rounds, timed = [], dict.fromkeys((first, second), 0.0)
     for count, student_t in STUDENT_T.items():
         for number in range(len(rounds), count):  # A B, B A, A B, ...: a drift of the clock cancels
             rates = {run: run.train(shares[run]) for run in ((first, second), (second, first))[number % 2]}
             rounds.append((rates[first], rates[second]))
+            for run, share in shares.items():
+                timed[run] += share * run.seconds
         logs = [math.log(own / before) for before, own in rounds]
         mean, margin = statistics.mean(logs), student_t * statistics.stdev(logs) / math.sqrt(count)
-        timed = min(count * share * run.seconds for run, share in shares.items())
-        if timed >= seconds and (margin <= PRECISION or second.facts["cuda"] is None):
+        if min(timed.values()) >= seconds and (margin <= PRECISION or second.facts["cuda"] is None):
             break
     ratio, low, high = map(math.exp, (mean, mean - margin, mean + margin))
-    return dict(ratio=ratio, low=low, high=high, is_clear=not low <= 1 <= high, rounds=rounds)
+    gain = dict(ratio=ratio, low=low, high=high, is_clear=not low <= 1 <= high, rounds=rounds)
+    return gain | dict(steps=[len(rounds) * share for share in shares.values()], seconds=[*timed.values()])
 
 
 def take_turns(config, pipe):

@@ -28,6 +28,7 @@ def test_the_gain_is_that_of_the_rounds_in_turn():
     second = Clock("B", [1.2 * rate for rate in drift], turns, seconds=0.1)
     gain = compare(first, second, seconds=2.5, steps=20)
     assert gain.pop("rounds") == [(rate, pytest.approx(1.2 * rate)) for rate in drift]
+    assert gain.pop("steps") == [20, 25] and gain.pop("seconds") == pytest.approx([10, 2.5])
     assert gain == pytest.approx(dict(ratio=1.2, low=1.2, high=1.2, is_clear=True))
     assert "".join(name for name, _ in turns) == "ABBAABBAAB"
     assert set(turns) == {("A", 4), ("B", 5)}  # 20 steps at least, and as long as a step of the other
@@ -39,6 +40,17 @@ def test_the_rounds_have_the_seconds(step, rounds, share):
     turns = []
     compare(Clock("A", [1] * 20, turns, step), Clock("B", [1] * 20, turns, step), seconds=5, steps=5)
     assert [steps for _, steps in turns] == [share] * 2 * rounds
+
+
+def test_a_slow_turn_does_not_end_the_timing():
+    class Stutters(Clock):
+        def train(self, steps):
+            self.seconds = 0.25 if len(self.turns) == 9 else 0.05  # the fifth round's last turn
+            return super().train(steps)
+
+    turns = []
+    runs = (Stutters(name, [1] * 20, turns, seconds=0.05) for name in "AB")
+    assert min(compare(*runs, seconds=5, steps=5)["seconds"]) >= 5 and len(turns) == 40
 
 
 @pytest.mark.parametrize("spread, rounds, student_t", [(1.0, 20, 2.093), (0.5, 10, 2.262), (0.4, 7, 2.447)])
