@@ -35,14 +35,14 @@ from measure.results import Results, ResultsFlags
 from model import GPT
 from optim.optimizer import make_optimizer, named_state
 from optimizations import turn_off_unavailable
-from parallel import memory, place, process_group
+from parallel import place, process_group
 from watch.hardware import environment
 
 COLUMNS = ("model, saved -> read", "GB", "files", "snapshot s", "write s", "verify s", "load s")
 NOTE = (
     "Snapshot: training waits for the copy to host memory. Write: in a thread, with hashes and flushes. Verify: rank 0 "
-    "reads the files from disk and compares hashes. Load: weights and optimizer state, then in the page cache. A GB is "
-    "2^30 bytes."
+    "reads the files from disk and compares hashes. Load: weights and optimizer state, on rank 0's machine by then from "
+    "the page cache. A GB is 2^30 bytes."
 )
 
 
@@ -63,12 +63,16 @@ def main():
     distributed = process_group.start(flags.device)
     group = dist.new_group(backend="gloo") if distributed.world_size > 1 else None
     modes = flags.modes if group else ("ddp",)
+    if not flags.models or not set(modes).intersection(flags.modes):
+        raise UserError("nothing to measure: give --models and --modes; one rank measures ddp, torchrun starts several")
+    existing = None if flags.checkpoint is None else load.read_training(flags.checkpoint, **load.FIELDS)
     results = distributed.on_main(lambda: Results(flags, "checkpoints", distributed.device, COLUMNS))
     folder = distributed.broadcast(results and results.folder) / "checkpoint"
     try:
-        with out_of_memory(memory.less_memory()):
-            if flags.checkpoint:
-                measure_existing(Path(flags.checkpoint), modes, results, distributed)
+        with out_of_memory("use smaller --models, or more ranks"):
+            if existing:
+                untimed = dict(snapshot=None, write=None)
+                measure_readers(existing["run"], untimed, Path(flags.checkpoint), modes, results, distributed)
             else:
                 measure_all(flags.models, modes, folder, results, distributed, group)
     except (OSError, SafetensorError) as error:
@@ -90,36 +94,36 @@ def measure_all(models, modes, folder, results, distributed, group):
         distributed.on_main(partial(shutil.rmtree, folder))
 
 
-def measure_existing(folder, modes, results, distributed):
-    """measure_readers() of a run's checkpoint. Raises UserError if it is none."""
-    training = load.read_training(folder, **load.FIELDS)
-    measure_readers(training["run"], dict(snapshot=None, write=None), folder, modes, results, distributed)
-
-
 def measure_readers(run, phases, folder, modes, results, distributed):
     """Add a row to results, on rank 0, for each way to read the folder's checkpoint. run: the flags and world_size of
     what saved it; phases: the seconds that it took."""
-    facts, saved = environment(distributed.device), f"{run['world_size']} x {run['parallel']}"
+    facts, splits = environment(distributed.device), ("tensor", "context", "pipeline")
+    saved = f"{run['world_size']} x {run['parallel']}"
+    saved += "".join(f", {split} {run[split]}" for split in splits if run.get(split, 1) > 1)
+    name = run["model"]
+    if run.get("n_embd", 0) and tuple(run[size] for size in ("n_layer", "n_head", "n_embd")) != SIZES[name]:
+        name = f"{run['n_layer']} layers, {run['n_embd']} wide"
     sizes = [path.stat().st_size for path in folder.glob("*.safetensors")]
     for read in (*modes, *(("broadcast",) if distributed.world_size > 1 and "ddp" in modes else ())):
-        row = dict(name=run["model"], saved=saved, read=read, ranks=distributed.world_size, status="done", facts=facts)
+        row = dict(name=name, saved=saved, read=read, ranks=distributed.world_size, status="done", facts=facts)
         row |= dict(gb=sum(sizes) / 2**30, files=len(sizes)) | phases
         row |= measure_loading(run | dict(parallel=read.replace("broadcast", "ddp")), folder, distributed, read)
         if results:
             seconds = (row[phase] for phase in ("snapshot", "write", "verify", "load"))
-            cells = [f"{row['name']}, {saved} -> {row['ranks']} x {read}", f"{row['gb']:.2f}", str(row["files"])]
+            cells = [f"{name}, {saved} -> {row['ranks']} x {read}", f"{row['gb']:.2f}", str(row["files"])]
             results.add(row, [*cells, *("" if each is None else f"{each:.2f}" for each in seconds)], NOTE)
 
 
-def make(run, distributed):
-    """(model, optimizer) with a run's flags, on this rank's device; the weights are whatever memory holds."""
+def make(run, distributed, weights=None):
+    """(model, optimizer) with a run's flags and, if there are any, the sizes of `weights`, a GPTConfig, on this rank's
+    device; the weights are whatever memory holds."""
     names = ("model", "n_layer", "n_head", "n_embd", "seq_len", "optimizer", "parallel")
     config = Config(**{name: run[name] for name in names if name in run}, micro_batch_size=1)
     config.device = distributed.device.type
     set_sizes(config, None)
     config, _ = turn_off_unavailable(config, distributed)
     with torch.device("meta"):
-        model = GPT(gpt_config(config))
+        model = GPT(gpt_config(config, weights))
     model = place.place(model, config, distributed, contextlib.nullcontext())
     return model, make_optimizer(model, config)
 
@@ -137,7 +141,7 @@ def measure_saving(run, folder, distributed, group):
 
 def measure_loading(run, folder, distributed, read):
     """Load the folder's checkpoint as a run of this mode does: dict(verify=, load=)."""
-    model, optimizer = make(run, distributed)
+    model, optimizer = make(run, distributed, load.load_config(folder))
     files = load.read_training(folder)["sha256"]
     state = named_state(model, optimizer)
 

@@ -24,7 +24,7 @@ from functools import partial
 import torch
 
 from common.cli import parse
-from common.errors import UserError, run
+from common.errors import UserError, out_of_memory, run
 from measure import nvrtc
 from measure.timing import TimingFlags, forward_and_backward, time_all
 from parallel.process_group import start_alone
@@ -108,9 +108,10 @@ def main():
     device = start_alone(flags.device, "this times one device")
     if problem := nvrtc.missing(device):
         raise UserError(problem)
-    measure_one = partial(measure, *torch.randn(2, SIZE, SIZE, device=device), flags.repeats)
     cases = [dict(name=name) for name in (*KERNELS, "cuBLAS")]
-    note, limit = f"n = {SIZE:,}, float32; cuBLAS is the limit", measure_one("cuBLAS")["rate"]
+    with out_of_memory("another program may have the GPU's memory"):
+        measure_one = partial(measure, *torch.randn(2, SIZE, SIZE, device=device), flags.repeats)
+        note, limit = f"n = {SIZE:,}, float32; cuBLAS is the limit", measure_one("cuBLAS")["rate"]
     time_all("matmul", flags, device, cases, measure_one, "TFLOP/s", limit, note, passes=("forward",))
 
 

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 from common.cli import flag, parse, progress
-from common.errors import UserError, run
+from common.errors import UserError, first_line, is_out_of_memory, run
 from measure.kernels import memory_bandwidth
 from measure.results import Results
 from measure.timing import TimingFlags, dtype_of_activations, mean_ms
@@ -59,20 +59,19 @@ def main():
     try:
         own = check(distributed, flags) | dict(name=name, hardware=facts["hardware"], start=start)
     except RuntimeError as error:
-        if "CUDA error" not in str(error):  # such as that another rank has ended
+        if "CUDA error" not in str(error) and not is_out_of_memory(error):  # such as that another rank has ended
             raise
-        raise UserError(f"rank {distributed.rank} ({name}) fails: {str(error).partition(chr(10))[0]}") from error
+        raise UserError(f"rank {distributed.rank} ({name}) fails: {first_line(error)}") from error
     rows = [own] * distributed.world_size
     if dist.is_initialized():
         dist.all_gather_object(rows, own)
-    problems = find_problems(rows, flags)
     if results:
         for rank, row in enumerate(rows):
             results.add(row | dict(rank=rank, status="done", facts=facts), cells(rank, row), NOTE)
         phases = (f"{max(row['start'][phase] for row in rows):.1f} s {phase}" for phase in start)
         print(f"start, of the slowest rank: {', '.join(phases)}\n{results}")
     process_group.stop()
-    if problems:
+    if problems := find_problems(rows, flags):
         raise UserError("; ".join(problems))
 
 

@@ -96,9 +96,10 @@ def measure(config, ranks, results, name, seconds, steps, before=None):
 
 
 def compare(first, second, seconds, steps):
-    """The gain of a TimedRun over another, in turn: dict(ratio=, low=, high=, is_clear=, rounds=, steps=, seconds=), the
-    geometric mean over the rounds of the ratios of tokens/sec, its 95% interval, whether that does not hold 1, the two
-    rates of each round, and how many steps and seconds each of the two was timed.
+    """The gain of a TimedRun over another, in turn: dict(ratio=, low=, high=, is_clear=, rounds=, steps=, seconds=).
+
+    It is the geometric mean over the rounds of the ratios of tokens/sec, its 95% interval, whether that does not hold
+    1, the two rates of each round, and how many steps and seconds each of the two was timed.
 
     Each is timed for `seconds` and `steps` steps, or longer: on GPUs for up to 20 rounds while the gain is less certain
     than PRECISION. A CPU's steps vary too much for it.

@@ -106,20 +106,23 @@ def mark(ax, value, text):
 
 
 def draw_ranks(figure, ax, rows):
-    """A heat map of ranks × tokens, of rows with own_ms. After a resume with fewer ranks the others are empty."""
+    """A heat map of ranks × tokens, of rows with own_ms or without. Where a rank was not measured, it is empty."""
     import numpy as np
     from matplotlib.ticker import MaxNLocator
 
     from watch.ranks import BEHIND, behind  # imports PyTorch: other curves are drawn in less time
 
-    percent = np.full((max(len(row["own_ms"]) for row in rows), len(rows)), np.nan)
-    for column, row in enumerate(rows):
-        percent[: len(row["own_ms"]), column] = 100 * np.array(behind(row["own_ms"]))
+    times, tokens = [row.get("own_ms", []) for row in rows], [row["tokens"] for row in rows]
+    percent = np.full((max(map(len, times)), len(rows)), np.nan)
+    for column, own in enumerate(times):
+        if own:
+            percent[: len(own), column] = 100 * np.array(behind(own))
     together = math.ceil(len(rows) / COLUMNS)  # steps: of those that share a column of pixels the slowest is seen
     percent = np.fmax.reduceat(percent, range(0, len(rows), together), axis=1)
-    extent = (rows[0]["tokens"], rows[-1]["tokens"], len(percent) - 0.5, -0.5)
+    edges = [2 * tokens[0] - tokens[1], *tokens[together - 1 : -1 : together], tokens[-1]]
     limit = max(100 * BEHIND, np.nanpercentile(percent, 99))  # one slow step does not take the colors of all others
-    image = ax.imshow(percent, cmap="Blues", vmin=0, vmax=limit, aspect="auto", extent=extent, interpolation="nearest")
+    image = ax.pcolormesh(edges, np.arange(len(percent) + 1) - 0.5, percent, cmap="Blues", vmin=0, vmax=limit)
+    ax.invert_yaxis()
     ax.set_ylabel("rank", color=INK)
     ax.yaxis.set_major_locator(MaxNLocator(integer=True))
     figure.colorbar(image, ax=ax, extend="max", format="{x:g}%", pad=0.01).outline.set_visible(False)
@@ -133,8 +136,9 @@ def draw(folders):
     names = [folder.resolve().name for folder in folders]
     data = sorted({str(fact.get("dataset") or fact.get("data_dir")) for fact in facts})
     has_hellaswag = any("hellaswag_acc_norm" in series for series in runs)
-    ranks = [row for row in read_rows(folders[0]) if "own_ms" in row] if len(runs) == 1 else []
-    mosaic = (WITH_HELLASWAG if has_hellaswag else WITHOUT) + [["ranks", "ranks"]] * (len(ranks) > 1)
+    steps = [row for row in read_rows(folders[0]) if row.keys() & {"own_ms", "train_loss"}]
+    has_ranks = len(runs) == 1 and len(steps) > 1 and any("own_ms" in row for row in steps)
+    mosaic = (WITH_HELLASWAG if has_hellaswag else WITHOUT) + [["ranks", "ranks"]] * has_ranks
     figure, axes = new_figure(12, 2.5 + 2.5 * len(mosaic), mosaic=mosaic)
 
     def line(panel, series, metric, color, first=0, **style):
@@ -163,7 +167,7 @@ def draw(folders):
         ax.xaxis.set_major_formatter(EngFormatter(sep=""))  # 2M, 5G
         ax.grid(axis="y", color=RULE, linewidth=0.6)
     if "ranks" in axes:
-        draw_ranks(figure, axes["ranks"], ranks)
+        draw_ranks(figure, axes["ranks"], steps)
         axes["ranks"].grid(False)
     axes["speed"].yaxis.set_major_formatter(EngFormatter(sep=""))
     axes["speed"].set_ylim(bottom=0)

@@ -29,10 +29,23 @@ def test_one_rank_reads_what_two_have_saved(command, train, tmp_path):
     run = train("run", "--parallel", "zero3", "--max_steps", 1, "--checkpoint_every", 9, ranks=2)
     rows, text = rows_of(command, tmp_path, "read", 1, "--checkpoint", run / "checkpoint_000001")
     assert [(row["saved"], row["read"], row["ranks"], row["files"]) for row in rows] == [("2 x zero3", "ddp", 1, 2)]
-    assert rows[0]["verify"] > 0 and rows[0]["load"] > 0 and "2 x zero3 -> 1 x ddp" in text
-    assert (run / "checkpoint_000001").exists()
+    assert rows[0]["verify"] > 0 and rows[0]["load"] > 0
+    assert "2 layers, 32 wide, 2 x zero3 -> 1 x ddp" in text and (run / "checkpoint_000001").exists()
 
 
-def test_no_checkpoint(call_main, tmp_path):
-    flags = ["--checkpoint", tmp_path, "--device", "cpu"]
-    expect_error(call_main("measure/checkpoints.py", *flags), "not a checkpoint to resume from")
+def test_a_checkpoint_with_more_positions_than_the_run_has(command, train, tmp_path):
+    first = train("first", "--max_steps", 1, "--checkpoint_every", 9)
+    flags = "--init_from", first, "--seq_len", 8, "--max_steps", 1, "--checkpoint_every", 9
+    run = train("short", *flags, drop="--seq_len --n_layer --n_head --n_embd")
+    (row,), _ = rows_of(command, tmp_path, "read", 1, "--checkpoint", run / "checkpoint_000001")
+    assert row["load"] > 0
+
+
+def test_nothing_to_measure_ends_in_one_line(call_main, tmp_path):
+    def error(*flags):
+        return call_main("measure/checkpoints.py", *flags, "--device", "cpu")
+
+    expect_error(error("--checkpoint", tmp_path), "not a checkpoint to resume from")
+    expect_error(error("--checkpoint", ""), "not a checkpoint to resume from")
+    expect_error(error("--modes", "zero3"), "one rank measures ddp")
+    assert not (tmp_path / "log").exists()

@@ -3,6 +3,7 @@
 import itertools
 import json
 
+import pytest
 from conftest import expect_error
 
 from measure import preflight
@@ -72,13 +73,14 @@ def test_a_driver_that_does_not_answer_is_a_fault():
     assert preflight.read_driver(None)["faults"] == []
 
 
-def test_a_gpu_that_fails_is_named(call_main, monkeypatch):
+@pytest.mark.parametrize("text", ["CUDA error: uncorrectable ECC error", "CUDA out of memory. Tried to allocate 2 GiB"])
+def test_a_gpu_that_fails_is_named(call_main, monkeypatch, text):
     def fail(*_):
-        raise RuntimeError("CUDA error: uncorrectable ECC error\nmore lines")
+        raise RuntimeError(f"{text}\nmore lines")
 
     monkeypatch.setattr(preflight, "rate_of", fail)
     done = call_main("-m", "measure.preflight", "--device", "cpu", "--seconds", 0.01)
-    expect_error(done, "rank 0 (", ") fails: CUDA error: uncorrectable ECC error")
+    expect_error(done, "rank 0 (", f") fails: {text}")
 
 
 def test_the_slow_or_faulty_rank_is_named():

@@ -1,4 +1,5 @@
 import json
+import math
 import sys
 
 import pytest
@@ -67,32 +68,35 @@ def test_without_hellaswag_there_are_three_panels(tmp_path, drawn):
 
 
 def test_several_ranks_have_a_heat_map(tmp_path, drawn):
-    """How far each is behind the median of the others, step by step; of a resume with fewer ranks what there is."""
+    """How far each is behind the median of the others, step by step; of a resume with fewer ranks what there is. Steps
+    on one rank, the first five, are empty."""
     run = write_run(tmp_path / "run", 5)
     times = [[100, 100, 110], [100, 100, 100], [100, 104]]
-    rows = [dict(step=step, tokens=1000 * step, own_ms=own) for step, own in enumerate(times, 5)]
+    rows = [dict(step=step, tokens=1000 * (step + 1), own_ms=own) for step, own in enumerate(times, 5)]
     with open(run / "metrics.jsonl", "a") as file:
         file.write("\n" + "".join(json.dumps(row) + "\n" for row in rows))
     curves.draw([run])
-    (image,) = drawn[0][1]["ranks"].images
-    late = [100 * (100 / 105 - 1), 0, 100 * (100 / 104 - 1)]
-    expected = [late, [late[0], 0, 4], [10, 0, float("nan")]]
-    assert image.get_array().filled(float("nan")).tolist() == [pytest.approx(row, nan_ok=True) for row in expected]
-    assert image.get_extent() == [5000, 7000, 2.5, -0.5]
+    (mesh,) = drawn[0][1]["ranks"].collections
+    empty, late = [math.nan] * 5, [100 * (100 / 105 - 1), 0, 100 * (100 / 104 - 1)]
+    expected = [empty + late, [*empty, late[0], 0, 4], [*empty, 10, 0, math.nan]]
+    assert mesh.get_array().filled(math.nan).tolist() == [pytest.approx(row, nan_ok=True) for row in expected]
+    assert mesh.get_coordinates()[0, :, 0].tolist() == [1000 * step for step in range(9)]
+    assert drawn[0][1]["ranks"].get_ylim() == (2.5, -0.5)
     curves.draw([run, write_run(tmp_path / "other", 5)])
     assert "ranks" not in drawn[1][1]
 
 
 def test_one_slow_step_of_a_long_run_is_in_the_heat_map(tmp_path, drawn):
     run = write_run(tmp_path / "run", 5)
-    rows = [dict(step=step, tokens=1000 * step, own_ms=[100, 100, 100]) for step in range(5, 4004)]
-    rows[2001]["own_ms"][1] = 400
+    rows = [dict(step=step, tokens=1000 * (step + 1), own_ms=[100, 100, 100]) for step in range(5, 4000)]
+    rows[1995]["own_ms"][1] = 400
     with open(run / "metrics.jsonl", "a") as file:
         file.write("\n" + "".join(json.dumps(row) + "\n" for row in rows))
     curves.draw([run])
-    (image,) = drawn[0][1]["ranks"].images
-    assert image.get_array().shape == (3, 1000)
-    assert [column for column in range(1000) if image.get_array()[1, column] == 300] == [500]
+    (mesh,) = drawn[0][1]["ranks"].collections
+    assert mesh.get_array().shape == (3, 1000) and mesh.get_coordinates().shape == (4, 1001, 2)
+    (column,) = [column for column in range(1000) if mesh.get_array()[1, column] == 300]
+    assert mesh.get_coordinates()[0, column : column + 2, 0].tolist() == [2000e3, 2004e3]  # of step 2000
 
 
 def test_gpt2s_loss_is_drawn_for_its_data_alone(tmp_path, drawn):
