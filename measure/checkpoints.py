@@ -41,8 +41,8 @@ from watch.hardware import environment
 COLUMNS = ("model, saved -> read", "GB", "files", "snapshot s", "write s", "verify s", "load s")
 NOTE = (
     "Snapshot: training waits for the copy to host memory. Write: in a thread, with hashes and flushes. Verify: rank 0 "
-    "reads the files from disk and compares hashes. Load: weights and optimizer state, on rank 0's machine by then from "
-    "the page cache. A GB is 2^30 bytes."
+    "reads the files from disk and compares hashes. Load: weights and optimizer state, after verification, so on one "
+    "machine from the page cache. A GB is 2^30 bytes."
 )
 
 
