@@ -22,7 +22,7 @@ from data.shards import dataset_name
 from measure.child_run import ChildRun, explain, run_config, shown_command
 from parallel import memory, process_group
 from train_gpt2 import build, train_step
-from watch.hardware import environment, flops_per_token, mfu, peak_flops, peak_memory
+from watch.hardware import ask_nvidia_smi, environment, flops_per_token, gpu_facts, mfu, peak_flops, peak_memory
 
 FIRST_STEPS = 3  # for compilation and the optimizer's states; training goes no further
 # Rounds in turn, and Student's t of a gain's 95% interval after them; more while it is wider than PRECISION to a side.
@@ -58,6 +58,10 @@ class TimedRun(ChildRun):
         self.seconds = statistics.median(seconds)  # of a step
         self.rates.append(tokens / self.seconds)
         return self.rates[-1]
+
+    def ask_gpu(self):
+        """Ask rank 0's GPU for its clock, power and temperature, as watch.hardware.ask_nvidia_smi()."""
+        return ask_nvidia_smi(torch.device(self.facts["device"]))
 
     def result(self):
         """{ms, tokens_per_sec, mfu, peak_gb, facts}: medians over all turns so far."""
@@ -96,21 +100,24 @@ def measure(config, ranks, results, name, seconds, steps, before=None):
 
 
 def compare(first, second, seconds, steps):
-    """The gain of a TimedRun over another, in turn: dict(ratio=, low=, high=, is_clear=, rounds=, steps=, seconds=).
+    """The gain of a TimedRun over another, in turn: dict(ratio=, low=, high=, is_clear=, rounds=, steps=, seconds=,
+    gpu=).
 
     It is the geometric mean over the rounds of the ratios of tokens/sec, its 95% interval, whether that does not hold
-    1, the two rates of each round, and how many steps and seconds each of the two was timed.
+    1, the two rates of each round, how many steps and seconds each of the two was timed, and the state of a GPU
+    meanwhile, watch.hardware.gpu_facts().
 
     Each is timed for `seconds` and `steps` steps, or longer: on GPUs for up to 20 rounds while the gain is less certain
     than PRECISION. A CPU's steps vary too much for it.
     """
     turn = max(seconds / TURNS, first.seconds, second.seconds)  # seconds; shares: steps
     shares = {run: max(math.ceil(steps / ROUNDS), math.ceil(turn / run.seconds)) for run in (first, second)}
-    rounds, timed = [], dict.fromkeys((first, second), 0.0)
+    rounds, timed, asked = [], dict.fromkeys((first, second), 0.0), None
     for count, student_t in STUDENT_T.items():
         for number in range(len(rounds), count):  # A B, B A, A B, ...: a drift of the clock cancels
             rates = {run: run.train(shares[run]) for run in ((first, second), (second, first))[number % 2]}
             rounds.append((rates[first], rates[second]))
+            asked = asked or second.ask_gpu()  # it answers while other rounds run
             for run, share in shares.items():
                 timed[run] += share * run.seconds
         logs = [math.log(own / before) for before, own in rounds]
@@ -119,7 +126,8 @@ def compare(first, second, seconds, steps):
             break
     ratio, low, high = map(math.exp, (mean, mean - margin, mean + margin))
     gain = dict(ratio=ratio, low=low, high=high, is_clear=not low <= 1 <= high, rounds=rounds)
-    return gain | dict(steps=[len(rounds) * share for share in shares.values()], seconds=[*timed.values()])
+    gain |= dict(steps=[len(rounds) * share for share in shares.values()], seconds=[*timed.values()])
+    return gain | dict(gpu=gpu_facts(asked))
 
 
 def take_turns(config, pipe):
