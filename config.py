@@ -124,8 +124,8 @@ class Recipe:
     TITLE = "recipe"
     optimizer: Literal["adamw", "muon"] = flag("adamw", report=True)
     """muon: Muon for the blocks' matrices, AdamW for the rest, with other defaults for --lr and the schedule."""
-    total_batch_size: int | None = flag(524288, at_least=1, report=True)
-    """Tokens in a step, over all devices and accumulated micro-batches; None: one micro-batch on each device."""
+    total_batch_size: int = flag(524288, at_least=1, report=True)
+    """Tokens in a step, over all devices and accumulated micro-batches."""
     min_lr_ratio: float = flag(0.1, at_least=0, at_most=1, report=True)
     """The schedule ends at this fraction of the peak learning rate."""
     warmup_steps: int = flag(715, at_least=0, report=True)

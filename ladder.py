@@ -9,7 +9,6 @@ Every rung runs the real training step, on the same data from the same seed, in 
 import common.interrupt  # first: Ctrl-C during the other imports
 
 import itertools
-import math
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Annotated
@@ -55,8 +54,8 @@ class Ladder:
     ladder_seconds: float = flag(5.0, at_least=0)
     """Seconds that each rung is timed, in turn with the rung before; on GPUs more, in up to 20 rounds, while its gain
     is uncertain by more than 0.6%."""
-    ladder_steps: int = flag(20, at_least=ROUNDS)
-    """Steps that each rung is timed, at least: half of them in turn with the rung before, half with the next."""
+    ladder_steps: int = flag(10, at_least=ROUNDS)
+    """Steps that each rung is timed, at least, in turn with the rung before, and again with the next."""
 
 
 @dataclass
@@ -95,21 +94,22 @@ def climb(config, typed=()):
     device = torch.device(choose_device_type(config.device))
     baseline, timed, row = measure_baseline(config, device, results)
     add(row, "baseline", timed)
-    on, before, first, half = [], baseline, baseline.micro_batch_size, math.ceil(config.ladder_steps / 2)
+    on, before, first = [], baseline, baseline.micro_batch_size
     for index, (names, ranks) in enumerate(rungs, 1):
-        before = replace(before, total_batch_size=results.done[-1]["facts"]["total_batch_size"])  # one micro-batch's
+        before = replace(before, total_batch_size=results.done[-1]["facts"]["total_batch_size"])
         rung, idle = fit_rung(config, [*on, *names], names, first, Distributed(0, ranks, device), before)
         for name, reason in idle.items():
             add(dict(name=name, status="skipped", reason=reason), f"+ {name}")
         if names := [name for name in names if name not in idle]:
             name = f"{index:02d}_{'+'.join(names)}{ranks if ranks > 1 else ''}"
-            own, row = measure(rung, ranks, results, name, config.ladder_seconds, half, timed)
+            time = config.ladder_seconds, config.ladder_steps
+            own, row = measure(rung, ranks, results, name, *time, timed, "accumulation" in [*on, *names])
             add(row, label(names, row, results.done), own)
             if own:
                 timed.close()
                 on, before, timed = [*on, *names], rung, own
     if on:  # the product of the gains has the errors of all of them
-        own, row = measure(baseline, 1, results, "baseline", config.ladder_seconds, half, timed)
+        own, row = measure(baseline, 1, results, "baseline", config.ladder_seconds, config.ladder_steps, timed, False)
         add(row, "baseline again", own)
         if own:
             own.close()
@@ -156,7 +156,8 @@ def measure_baseline(config, device, results):
     B = first_micro_batch(config, device)
     while True:
         rung, _ = turn_off_unavailable(with_rungs(config, [], B), Distributed(0, 1, device))
-        timed, row = measure(rung, 1, results, f"00_baseline_B{B}", config.ladder_seconds, ROUNDS)
+        name = f"00_baseline_B{B}"
+        timed, row = measure(rung, 1, results, name, config.ladder_seconds, ROUNDS, accumulates=False)
         if timed and (B == 1 or leaves_room(rung, row, device)):
             return rung, timed, row
         if timed:
@@ -179,7 +180,7 @@ def leaves_room(rung, row, device):
 def first_micro_batch(config, device):
     """Micro-batch size of the first rungs: FIRST_MICRO_BATCH or less on a GPU, 1 elsewhere; it divides the batch."""
     size = min(FIRST_MICRO_BATCH, config.micro_batch_size or FIRST_MICRO_BATCH) if device.type == "cuda" else 1
-    while size > 1 and (config.total_batch_size or 0) % (size * config.seq_len):
+    while size > 1 and config.total_batch_size % (size * config.seq_len):
         size //= 2
     return size
 
@@ -208,6 +209,7 @@ def with_rungs(config, on, first):
             changes |= row.off
     if "micro_batch" not in on:
         changes["micro_batch_size"] = first
+    changes["total_batch_size"] = config.total_batch_size  # of which take_turns() makes one micro-batch's
     if "ddp" not in on:
         changes |= dict(bf16_gradients=False, overlap_gradients=False)
     return replace(config, **changes)

@@ -81,11 +81,8 @@ def main():
     if config.gpus > config.gpus_per_machine and config.gpus % config.gpus_per_machine:
         raise UserError(f"--gpus {config.gpus} is not a multiple of --gpus_per_machine {config.gpus_per_machine}")
     slow = config.autocast == "off" or not config.flash or typed.get("compile") is False
-    unknown = config.fp8 or config.overlap_gradients or config.init_from != "scratch" or config.total_batch_size is None
-    if slow or unknown:
-        unknown = (
-            "--fp8, --autocast off, --no_compile, --no_flash, --overlap_gradients, --init_from, --total_batch_size None"
-        )
+    if slow or config.fp8 or config.overlap_gradients or config.init_from != "scratch":
+        unknown = "--fp8, --autocast off, --no_compile, --no_flash, --overlap_gradients, --init_from"
         raise UserError(f"a plan does not know {unknown}: leave them out")
     sized = replace(config)
     set_sizes(sized, None)

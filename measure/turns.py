@@ -10,6 +10,7 @@ import math
 import statistics
 import time
 from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -36,11 +37,11 @@ PRECISION = 0.006
 class TimedRun(ChildRun):
     """A training run that takes steps when it is asked to."""
 
-    def __init__(self, config, ranks, output):
+    def __init__(self, config, ranks, output, accumulates=True):
         """Start a run of a Config in `ranks` processes, and take FIRST_STEPS steps. output: the file that gets what
-        the processes print. Raises as answer().
+        the processes print. accumulates: else a step is one micro-batch on every rank. Raises as answer().
         """
-        super().__init__(take_turns, config, ranks, output)
+        super().__init__(partial(take_turns, accumulates), config, ranks, output)
         self.rates, self.losses = [], []
         try:
             self.facts = self.answer()
@@ -75,7 +76,7 @@ class TimedRun(ChildRun):
         )
 
 
-def measure(config, ranks, results, name, seconds, steps, before=None):
+def measure(config, ranks, results, name, seconds, steps, before=None, accumulates=True):
     """(TimedRun, result) of a Config, timed for `seconds` and `steps` steps or longer, see compare(), in turn with the
     TimedRun `before` if there is one. results: a Results; what the processes print is in NAME.txt in its folder.
 
@@ -85,7 +86,8 @@ def measure(config, ranks, results, name, seconds, steps, before=None):
     """
     result, run, gain = dict(name=name, command=shown_command(config, ranks)), None, None
     try:
-        run = TimedRun(run_config(config, **dict.fromkeys(INTERVALS, 0)), ranks, results.folder / f"{name}.txt")
+        output = results.folder / f"{name}.txt"
+        run = TimedRun(run_config(config, **dict.fromkeys(INTERVALS, 0)), ranks, output, accumulates)
         if before:
             gain = compare(before, run, seconds, steps)
         else:
@@ -96,7 +98,8 @@ def measure(config, ranks, results, name, seconds, steps, before=None):
         if before and before.has_ended:
             raise UserError(f"the run before {name} has ended: {error}") from error
         return None, result | explain(error)
-    return run, result | dict(status="done", gain=gain) | run.result()
+    done = replace(config, total_batch_size=run.facts["total_batch_size"])
+    return run, result | dict(status="done", command=shown_command(done, ranks), gain=gain) | run.result()
 
 
 def compare(first, second, seconds, steps):
@@ -104,11 +107,11 @@ def compare(first, second, seconds, steps):
     gpu=).
 
     It is the geometric mean over the rounds of the ratios of tokens/sec, its 95% interval, whether that does not hold
-    1, the two rates of each round, how many steps and seconds each of the two was timed, and the state of a GPU
-    meanwhile, watch.hardware.gpu_facts().
+    1, the two rates of each round, how many steps and seconds (median times steps) each of the two was timed, and
+    watch.hardware.gpu_facts() at one moment of the rounds.
 
-    Each is timed for `seconds` and `steps` steps, or longer: on GPUs for up to 20 rounds while the gain is less certain
-    than PRECISION. A CPU's steps vary too much for it.
+    Each is timed for about `seconds` and at least `steps` steps, on GPUs longer, for up to 20 rounds, while the gain is
+    less certain than PRECISION. A CPU's steps vary too much for it.
     """
     turn = max(seconds / TURNS, first.seconds, second.seconds)  # seconds; shares: steps
     shares = {run: max(math.ceil(steps / ROUNDS), math.ceil(turn / run.seconds)) for run in (first, second)}
@@ -130,7 +133,7 @@ def compare(first, second, seconds, steps):
     return gain | dict(gpu=gpu_facts(asked))
 
 
-def take_turns(config, pipe):
+def take_turns(accumulates, config, pipe):
     """The work of a TimedRun's processes: as many steps as the pipe asks for, until it is closed.
 
     After the first turn the learning rate is 0. The power that a GPU draws, and so its clock, depends on the numbers,
@@ -139,12 +142,14 @@ def take_turns(config, pipe):
     distributed = process_group.start(config.device, config.tensor, config.context, config.pipeline)
     start = resume.find_start(config, distributed)
     config, _ = resolve(config, distributed, memory.free_memory(distributed), start, chosen_flags(config))
+    small = config.micro_batch_size * config.seq_len * distributed.data_size
+    if not accumulates:
+        config = replace(config, total_batch_size=small)
     stream, _, data = open_streams(config, distributed)
     batches = stream, config.micro_batch_size, config.seq_len, distributed
     loader, first_batch = Loader(*batches), Loader(*batches).next_batch()
     trainer = build(config, distributed, start.weights, start.sizes)
-    small = config.micro_batch_size * config.seq_len * distributed.data_size  # a pipeline needs all micro-batches
-    batch_size = small if config.pipeline == 1 else config.total_batch_size
+    batch_size = small if config.pipeline == 1 else config.total_batch_size  # a pipeline needs all micro-batches
     untimed = replace(trainer, config=replace(config, total_batch_size=batch_size))
     device, stop, step = distributed.device, StopSignal(), 0
     if distributed.is_main:

@@ -15,16 +15,11 @@ def check(config, distributed, free_memory, notes):
     tensor.check_flags(config, distributed, notes)
     context.check_flags(config, distributed)
     fsdp.check_flags(config, distributed, notes)
-    one, share = config.total_batch_size is None, config.seq_len * distributed.data_size
-    if one:
-        config.total_batch_size = (config.micro_batch_size or memory.LARGEST_MICRO_BATCH) * share
     if config.micro_batch_size is None:
         config.micro_batch_size, reason = memory.choose_micro_batch_size(config, distributed, free_memory)
         notes.append(Note("micro_batch_size", config.micro_batch_size, reason))
     else:
         memory.check_batch(config, distributed)
-    if one:
-        config.total_batch_size = config.micro_batch_size * share
     pipeline.check_micro_batches(config, distributed)
     fsdp.check_accumulation(config, distributed)
 

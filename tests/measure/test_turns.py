@@ -1,12 +1,14 @@
 """Runs that are timed in turn."""
 
 import math
+import subprocess
 
 import pytest
 from texts import write_corpus
 
 from config import INTERVALS, Config
 from measure.turns import FIRST_STEPS, TimedRun, compare
+from watch.hardware import GPU_FACTS
 
 
 class Clock:
@@ -15,10 +17,11 @@ class Clock:
     def __init__(self, name, rates, turns, seconds=0.5):
         self.name, self.rates, self.turns, self.seconds = name, iter(rates), turns, seconds
 
-    facts = dict(cuda="13.2")
+    facts, asked = dict(cuda="13.2"), 0
 
     def ask_gpu(self):
-        return None  # no nvidia-smi
+        self.asked += 1
+        return subprocess.Popen(["echo", ", ".join(map(str, range(len(GPU_FACTS))))], stdout=subprocess.PIPE, text=True)
 
     def train(self, steps):
         self.turns.append((self.name, steps))
@@ -31,7 +34,8 @@ def test_the_gain_is_that_of_the_rounds_in_turn():
     second = Clock("B", [1.2 * rate for rate in drift], turns, seconds=0.1)
     gain = compare(first, second, seconds=2.5, steps=20)
     assert gain.pop("rounds") == [(rate, pytest.approx(1.2 * rate)) for rate in drift]
-    assert gain.pop("gpu") is None and gain.pop("steps") == [20, 25] and gain.pop("seconds") == pytest.approx([10, 2.5])
+    assert [*gain.pop("gpu").values()] == [*map(str, range(len(GPU_FACTS)))] and (first.asked, second.asked) == (0, 1)
+    assert gain.pop("steps") == [20, 25] and gain.pop("seconds") == pytest.approx([10, 2.5])
     assert gain == pytest.approx(dict(ratio=1.2, low=1.2, high=1.2, is_clear=True))
     assert "".join(name for name, _ in turns) == "ABBAABBAAB"
     assert set(turns) == {("A", 4), ("B", 5)}  # 20 steps at least, and as long as a step of the other
@@ -48,7 +52,7 @@ def test_the_rounds_have_the_seconds(step, rounds, share):
 def test_a_slow_turn_does_not_end_the_timing():
     class Stutters(Clock):
         def train(self, steps):
-            self.seconds = 0.25 if len(self.turns) == 9 else 0.05  # the fifth round's last turn
+            self.seconds = 0.25 if len(self.turns) in (8, 9) else 0.05  # in the fifth round
             return super().train(steps)
 
     turns = []
