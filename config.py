@@ -114,7 +114,7 @@ class Speed(Switches):
     device: Literal["auto", "cuda", "cpu", "mps"] = "auto"
     """auto: a GPU if there is one."""
     deterministic: bool = False
-    """Bitwise reproducible on the same kind of device, 1% slower; otherwise a GPU sums in varying order."""
+    """Bitwise reproducible on the same kind of device, and slower; otherwise a GPU sums in varying order."""
 
 
 @dataclass

@@ -2,12 +2,12 @@
 
     python -m measure.checkpoints --models gpt2 gpt2-xl
     torchrun --standalone --nproc_per_node=2 -m measure.checkpoints       # also zero3 on two ranks, each mode from each
-    torchrun --standalone --nproc_per_node=2 -m measure.checkpoints --checkpoint log/RUN/checkpoint_19073
+    torchrun --standalone --nproc_per_node=2 -m measure.checkpoints --checkpoint log/RUN/checkpoint_019073
 
 With ddp one rank writes and every rank reads all of the files; with zero3 every rank writes its shards and reads the
 parts that it needs, as in ByteCheckpoint (Wan et al. 2024, arXiv 2407.20143). "broadcast" is ddp where rank 0 alone
-reads and sends what it has read, as in MegaScale (Jiang et al. 2024, arXiv 2402.15627). Files are read from disk, not
-from the page cache: first by rank 0, which verifies them, as when a run resumes.
+reads and sends what it has read, as in MegaScale (Jiang et al. 2024, arXiv 2402.15627). As when a run resumes, rank 0
+reads the files from disk first, to verify them; then they are in its machine's page cache.
 """
 
 import common.interrupt  # first: Ctrl-C during the other imports
@@ -63,13 +63,13 @@ def main():
     distributed = process_group.start(flags.device)
     group = dist.new_group(backend="gloo") if distributed.world_size > 1 else None
     modes = flags.modes if group else ("ddp",)
-    if not flags.models or not set(modes).intersection(flags.modes):
+    if not (flags.models or flags.checkpoint) or not set(modes).intersection(flags.modes):
         raise UserError("nothing to measure: give --models and --modes; one rank measures ddp, torchrun starts several")
     existing = None if flags.checkpoint is None else load.read_training(flags.checkpoint, **load.FIELDS)
     results = distributed.on_main(lambda: Results(flags, "checkpoints", distributed.device, COLUMNS))
     folder = distributed.broadcast(results and results.folder) / "checkpoint"
     try:
-        with out_of_memory("use smaller --models, or more ranks"):
+        with out_of_memory("use more ranks, or smaller --models"):
             if existing:
                 untimed = dict(snapshot=None, write=None)
                 measure_readers(existing["run"], untimed, Path(flags.checkpoint), modes, results, distributed)
@@ -102,12 +102,13 @@ def measure_readers(run, phases, folder, modes, results, distributed):
     saved += "".join(f", {split} {run[split]}" for split in splits if run.get(split, 1) > 1)
     name = run["model"]
     if run.get("n_embd", 0) and tuple(run[size] for size in ("n_layer", "n_head", "n_embd")) != SIZES[name]:
-        name = f"{run['n_layer']} layers, {run['n_embd']} wide"
+        name = f"L = {run['n_layer']}, C = {run['n_embd']}"
     sizes = [path.stat().st_size for path in folder.glob("*.safetensors")]
     for read in (*modes, *(("broadcast",) if distributed.world_size > 1 and "ddp" in modes else ())):
         row = dict(name=name, saved=saved, read=read, ranks=distributed.world_size, status="done", facts=facts)
         row |= dict(gb=sum(sizes) / 2**30, files=len(sizes)) | phases
-        row |= measure_loading(run | dict(parallel=read.replace("broadcast", "ddp")), folder, distributed, read)
+        mode = "ddp" if read == "broadcast" else read
+        row |= measure_loading(run | dict(parallel=mode), folder, distributed, read)
         if results:
             seconds = (row[phase] for phase in ("snapshot", "write", "verify", "load"))
             cells = [f"{name}, {saved} -> {row['ranks']} x {read}", f"{row['gb']:.2f}", str(row["files"])]

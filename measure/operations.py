@@ -1,4 +1,4 @@
-"""The operations that measure.kernels times, at every level from eager PyTorch to a library's kernel."""
+"""The operations that measure.kernels times, at every level from eager PyTorch to kernels written by hand."""
 
 import math
 from functools import partial

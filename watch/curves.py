@@ -119,7 +119,7 @@ def draw_ranks(figure, ax, rows):
             percent[: len(own), column] = 100 * np.array(behind(own))
     together = math.ceil(len(rows) / COLUMNS)  # steps: of those that share a column of pixels the slowest is seen
     percent = np.fmax.reduceat(percent, range(0, len(rows), together), axis=1)
-    edges = [2 * tokens[0] - tokens[1], *tokens[together - 1 : -1 : together], tokens[-1]]
+    edges = [max(0, 2 * tokens[0] - tokens[1]), *tokens[together - 1 : -1 : together], tokens[-1]]
     limit = max(100 * BEHIND, np.nanpercentile(percent, 99))  # one slow step does not take the colors of all others
     image = ax.pcolormesh(edges, np.arange(len(percent) + 1) - 0.5, percent, cmap="Blues", vmin=0, vmax=limit)
     ax.invert_yaxis()
@@ -136,7 +136,7 @@ def draw(folders):
     names = [folder.resolve().name for folder in folders]
     data = sorted({str(fact.get("dataset") or fact.get("data_dir")) for fact in facts})
     has_hellaswag = any("hellaswag_acc_norm" in series for series in runs)
-    steps = [row for row in read_rows(folders[0]) if row.keys() & {"own_ms", "train_loss"}]
+    steps = [row for row in read_rows(folders[0]) if "train_loss" in row]
     has_ranks = len(runs) == 1 and len(steps) > 1 and any("own_ms" in row for row in steps)
     mosaic = (WITH_HELLASWAG if has_hellaswag else WITHOUT) + [["ranks", "ranks"]] * has_ranks
     figure, axes = new_figure(12, 2.5 + 2.5 * len(mosaic), mosaic=mosaic)

@@ -30,7 +30,7 @@ def test_one_rank_reads_what_two_have_saved(command, train, tmp_path):
     rows, text = rows_of(command, tmp_path, "read", 1, "--checkpoint", run / "checkpoint_000001")
     assert [(row["saved"], row["read"], row["ranks"], row["files"]) for row in rows] == [("2 x zero3", "ddp", 1, 2)]
     assert rows[0]["verify"] > 0 and rows[0]["load"] > 0
-    assert "2 layers, 32 wide, 2 x zero3 -> 1 x ddp" in text and (run / "checkpoint_000001").exists()
+    assert "L = 2, C = 32, 2 x zero3 -> 1 x ddp" in text and (run / "checkpoint_000001").exists()
 
 
 def test_a_checkpoint_with_more_positions_than_the_run_has(command, train, tmp_path):

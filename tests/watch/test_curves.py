@@ -72,7 +72,7 @@ def test_several_ranks_have_a_heat_map(tmp_path, drawn):
     on one rank, the first five, are empty."""
     run = write_run(tmp_path / "run", 5)
     times = [[100, 100, 110], [100, 100, 100], [100, 104]]
-    rows = [dict(step=step, tokens=1000 * (step + 1), own_ms=own) for step, own in enumerate(times, 5)]
+    rows = [dict(step=step, tokens=1000 * (step + 1), own_ms=own, train_loss=9.0) for step, own in enumerate(times, 5)]
     with open(run / "metrics.jsonl", "a") as file:
         file.write("\n" + "".join(json.dumps(row) + "\n" for row in rows))
     curves.draw([run])
@@ -88,8 +88,10 @@ def test_several_ranks_have_a_heat_map(tmp_path, drawn):
 
 def test_one_slow_step_of_a_long_run_is_in_the_heat_map(tmp_path, drawn):
     run = write_run(tmp_path / "run", 5)
-    rows = [dict(step=step, tokens=1000 * (step + 1), own_ms=[100, 100, 100]) for step in range(5, 4000)]
-    rows[1995]["own_ms"][1] = 400
+    rows = [
+        dict(step=step, tokens=1000 * (step + 1), own_ms=[100, 100, 100], train_loss=9.0) for step in range(5, 4000)
+    ]
+    rows[1995]["own_ms"] = [100, 400, 100]
     with open(run / "metrics.jsonl", "a") as file:
         file.write("\n" + "".join(json.dumps(row) + "\n" for row in rows))
     curves.draw([run])
