@@ -209,7 +209,7 @@ def with_rungs(config, on, first):
             changes |= row.off
     if "micro_batch" not in on:
         changes["micro_batch_size"] = first
-    changes["total_batch_size"] = config.total_batch_size  # of which take_turns() makes one micro-batch's
+    changes["total_batch_size"] = config.total_batch_size  # without accumulation take_turns() has one micro-batch
     if "ddp" not in on:
         changes |= dict(bf16_gradients=False, overlap_gradients=False)
     return replace(config, **changes)

@@ -98,8 +98,10 @@ def measure(config, ranks, results, name, seconds, steps, before=None, accumulat
         if before and before.has_ended:
             raise UserError(f"the run before {name} has ended: {error}") from error
         return None, result | explain(error)
-    done = replace(config, total_batch_size=run.facts["total_batch_size"])
-    return run, result | dict(status="done", command=shown_command(done, ranks), gain=gain) | run.result()
+    if not accumulates:
+        config = replace(config, total_batch_size=run.facts["total_batch_size"])
+        result["command"] = shown_command(config, ranks)
+    return run, result | dict(status="done", gain=gain) | run.result()
 
 
 def compare(first, second, seconds, steps):
