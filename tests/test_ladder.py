@@ -97,7 +97,7 @@ def test_a_ladder_climbs(train, tmp_path):
             assert low < ratio < high and r["times_first"] == r["tokens_per_sec"] / baseline["tokens_per_sec"]
             mark = " ≈" if low <= 1 <= high else ""
             assert f" | {ratio:.3f}{mark} | {low:.3f}–{high:.3f} | {r['times_first']:.2f} |" in table
-    assert f"\n{1 / again['gain']['ratio']:.1f} × (95%: " in output and output.count("error") == 0
+    assert f"\n{1 / again['gain']['ratio']:.1f} ×{mark} (95%: " in output and output.count("error") == 0  # again's mark
     assert (folder / "ladder.png").read_bytes().startswith(b"\x89PNG")
 
     # a rung is what its command trains
