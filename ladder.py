@@ -95,6 +95,7 @@ def climb(config, typed=()):
     baseline, timed, row = measure_baseline(config, device, results)
     add(row, "baseline", timed)
     on, before, first = [], baseline, baseline.micro_batch_size
+    time = config.ladder_seconds, config.ladder_steps
     for index, (names, ranks) in enumerate(rungs, 1):
         before = replace(before, total_batch_size=results.done[-1]["facts"]["total_batch_size"])
         rung, idle = fit_rung(config, [*on, *names], names, first, Distributed(0, ranks, device), before)
@@ -102,14 +103,13 @@ def climb(config, typed=()):
             add(dict(name=name, status="skipped", reason=reason), f"+ {name}")
         if names := [name for name in names if name not in idle]:
             name = f"{index:02d}_{'+'.join(names)}{ranks if ranks > 1 else ''}"
-            time = config.ladder_seconds, config.ladder_steps
             own, row = measure(rung, ranks, results, name, *time, timed, "accumulation" in [*on, *names])
             add(row, label(names, row, results.done), own)
             if own:
                 timed.close()
                 on, before, timed = [*on, *names], rung, own
     if on:  # the product of the gains has the errors of all of them
-        own, row = measure(baseline, 1, results, "baseline", config.ladder_seconds, config.ladder_steps, timed, False)
+        own, row = measure(baseline, 1, results, "baseline", *time, timed, accumulates=False)
         add(row, "baseline again", own)
         if own:
             own.close()

@@ -107,8 +107,9 @@ def measure_readers(run, phases, folder, modes, results, distributed):
     for read in (*modes, *(("broadcast",) if distributed.world_size > 1 and "ddp" in modes else ())):
         row = dict(name=name, saved=saved, read=read, ranks=distributed.world_size, status="done", facts=facts)
         row |= dict(gb=sum(sizes) / 2**30, files=len(sizes)) | phases
-        mode = "ddp" if read == "broadcast" else read
-        row |= measure_loading(run | dict(parallel=mode), folder, distributed, read)
+        broadcasts = read == "broadcast"
+        mode = "ddp" if broadcasts else read
+        row |= measure_loading(run | dict(parallel=mode), folder, distributed, broadcasts)
         if results:
             seconds = (row[phase] for phase in ("snapshot", "write", "verify", "load"))
             cells = [f"{name}, {saved} -> {row['ranks']} x {read}", f"{row['gb']:.2f}", str(row["files"])]
@@ -140,7 +141,7 @@ def measure_saving(run, folder, distributed, group):
     return dict(snapshot=snapshot, write=seconds)
 
 
-def measure_loading(run, folder, distributed, read):
+def measure_loading(run, folder, distributed, broadcasts):
     """Load the folder's checkpoint as a run of this mode does: dict(verify=, load=)."""
     model, optimizer = make(run, distributed, load.load_config(folder))
     files = load.read_training(folder)["sha256"]
@@ -157,7 +158,7 @@ def measure_loading(run, folder, distributed, read):
 
     distributed.on_main(lambda: [drop_from_page_cache(folder / file) for file in files])
     verify, _ = timed(distributed, lambda: distributed.is_main and load.compare(folder, files))
-    seconds, _ = timed(distributed, load_and_broadcast if read == "broadcast" else load_all)
+    seconds, _ = timed(distributed, load_and_broadcast if broadcasts else load_all)
     return dict(verify=verify, load=seconds)
 
 
