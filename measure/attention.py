@@ -25,8 +25,8 @@ from model import causal_attention
 from watch.hardware import peak_flops
 
 LENGTHS = tuple(512 * 2**i for i in range(7))
-# Backends of F.scaled_dot_product_attention. PyTorch's own FlashAttention is version 2. Besides these: triton, and
-# flash4, cuDNN's forward with FlashAttention-4's backward.
+# Backends of F.scaled_dot_product_attention. PyTorch's own FlashAttention is version 2. Besides these: triton, flash4
+# (cuDNN's forward with FlashAttention-4's backward), and of version 3 the forward: PyPI's fa3-fwd has no backward.
 SDPA = dict(
     efficient=SDPBackend.EFFICIENT_ATTENTION,
     FlashAttention=SDPBackend.FLASH_ATTENTION,
@@ -52,7 +52,7 @@ def main():
         raise UserError(
             f"each of --lengths must divide --tokens {flags.tokens}, each of --widths --n_embd {flags.n_embd}"
         )
-    note = f"{flags.tokens:,} tokens, C = {flags.n_embd}. FLOPs are those of the causal half, 7·T·C a token"
+    note = f"{flags.tokens:,} tokens, C = {flags.n_embd}. FLOPs are those of the causal half, 7·T·C a token, 2 forward"
     limit = peak_flops(device) / 1e12
     time_all("attention", flags, device, cases, partial(measure, flags, device), "TFLOP/s", limit, note)
 
@@ -66,17 +66,22 @@ def candidates(device):
     if device.type != "cuda":
         return ["written out", "FlashAttention"] if device.type == "cpu" else ["written out"]
     names = ["written out", *SDPA, *["triton"] * (missing_package("triton") is None)]
+    names += ["FlashAttention-3"] * (missing_package("fa3_fwd_interface") is None)
     return names + ["FlashAttention-4", "flash4"] * (flash4.missing() is None)
 
 
 def attend(name, qkv, H):
-    """Causal attention, (B, T, C) or (B, H, T, D), by one kernel. qkv (B, T, 3C)."""
+    """Causal attention, (B, T, C), (B, H, T, D) or (B, T, H, D), by one kernel. qkv (B, T, 3C)."""
     if name == "flash4":
         return flash4.flash4(qkv, H)[0]
     if name == "triton":
         from kernels.flash_triton import flash_triton
 
         return flash_triton(qkv, H)[0]
+    if name == "FlashAttention-3":
+        from fa3_fwd_interface import flash_attn_func
+
+        return flash_attn_func(*(part.unflatten(2, (H, -1)) for part in qkv.detach().chunk(3, dim=2)), causal=True)
     q, k, v = (part.unflatten(2, (H, -1)).transpose(1, 2) for part in qkv.chunk(3, dim=2))  # (B, H, T, D)
     if name == "written out":
         return causal_attention(q, k, v, None)
@@ -112,7 +117,7 @@ def measure(flags, device, name, D, T):
     finally:
         if name == "FlashAttention-4":
             torch.nn.attention.restore_flash_attention_impl()
-    flops = 7 * T * C * flags.tokens
+    flops = (7 if times["backward_ms"] else 2) * T * C * flags.tokens
     return times | dict(rate=flops / (times["forward_ms"] + times["backward_ms"]) / 1e9)
 
 

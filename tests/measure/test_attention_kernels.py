@@ -45,6 +45,14 @@ def test_what_it_does_not_measure(call_main, flags, complaint):
     expect_error(call_main("measure/attention.py", *SMALL, *flags.split()), complaint)
 
 
+def test_a_kernel_without_backward_has_the_flops_of_forward(monkeypatch):
+    monkeypatch.setattr(attention, "attend", lambda name, qkv, H: qkv.detach().exp())
+    flags = attention.Flags(tokens=64, n_embd=16, repeats=1)
+    result = attention.measure(flags, torch.device("cpu"), "x", D=8, T=16)
+    assert result["backward_ms"] == 0
+    assert result["rate"] * 1e9 * result["forward_ms"] == pytest.approx(2 * 64 * 16 * 16)
+
+
 def test_a_kernel_that_cannot_run_is_a_row_with_its_reason(tmp_path, capsys):
     """Out of memory, a refusal of sizes, a package that does not fit; other errors end the command."""
     errors = dict(large=torch.OutOfMemoryError("x"), wide=UserError("no head of 999"), old=ImportError("no y\nin z"))
