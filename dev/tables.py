@@ -1,6 +1,6 @@
 """Write the tables of README.md, docs/ and LOG.md from the records, dev/records/*.json.
 
-    python dev/tables.py             # writes what stands between <!--table:NAME--> and <!--/table-->, and gains
+    python dev/tables.py             # writes what stands between <!--table:NAME--> and <!--/table-->, gains and times
     python dev/tables.py --check     # says which tables differ, with exit code 1 if one does
 
 A record has `rows`, and as `columns` {heading: template}. A cell is its column's template filled in by a row, such as
@@ -25,7 +25,7 @@ from watch.hardware import PEAK_TFLOPS
 
 RECORDS = ROOT / "dev" / "records"
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "dev" / "LOG.md")
-MADE = re.compile(r"(<!--(table|gain):(\w+)-->\n?)(.*?)(<!--/\2-->)", re.S)
+MADE = re.compile(r"(<!--(table|gain|times):(\w+)-->\n?)(.*?)(<!--/\2-->)", re.S)
 CARD = {
     "GPUs": "{gpus} × {hardware}",
     "command": "`{command}`",
@@ -68,12 +68,13 @@ def load(name):
 
 
 def make(kind, name):
-    """A rung's gain, or the lines of a table: made by the function of its name below, or from its record alone."""
-    if kind == "gain":
-        rows = {row["name"]: row for row in rungs()}
+    """A gain with its interval, or, "times", without; or the lines of a table: made by the function of its name below,
+    or from its record alone."""
+    if kind != "table":
+        rows = {row["name"]: row for row in gains()}
         if name not in rows:
-            raise UserError(f"gain:{name}: ladder.json has no such rung")
-        return cell(load("ladder")["interval"], rows[name])
+            raise UserError(f"{kind}:{name}: no ladder has such a rung")
+        return cell(load("ladder")["interval" if kind == "gain" else "gain"], rows[name])
     if name in SPECIAL:
         return SPECIAL[name]()
     record = load(name)
@@ -124,16 +125,22 @@ def rungs():
     return [row | dict(second=others[row["name"]]) for row in first["rows"]]
 
 
+def gains():
+    """The rows of ladder.json, those of 8 bits in ladder_fp8.json, and of all rungs together in both (`whole`)."""
+    fp8 = load("ladder_fp8")
+    return [*rungs(), *fp8["rows"], *load("ladder")["whole"], *fp8["whole"]]
+
+
 def ladder():
     return markdown(load("ladder")["columns"], rungs())
 
 
 def optimizations():
-    """Every optimization with what one types for it and its gain: ladder.json's `gain` of its rung, or of `gains`."""
+    """Every optimization with what one types for it and its gain: that of its rung, or of ladder.json's `gains`."""
     record = load("ladder")
-    gains = {row["name"]: cell(record["gain"], row) for row in record["rows"]} | record["gains"]
+    texts = {row["name"]: cell(record["gain"], row) for row in gains()} | record["gains"]
     rows = [
-        dict(help=row.help, command=command(row), off="" if row.default else " (off)", gain=gains.get(row.name, ""))
+        dict(help=row.help, command=command(row), off="" if row.default else " (off)", gain=texts.get(row.name, ""))
         for row in OPTIMIZATIONS
     ]
     return markdown({"what": "{help}", "flag": "`{command}`{off}", "gain": "{gain}"}, rows)
@@ -165,9 +172,9 @@ def flash_attention():
     record = load("attention")
     table, peak = record["flash_attention"], PEAK_TFLOPS["H100"]
     for row in table["rows"]:
-        if kernel := row.get("kernel"):
-            rates = {at["T"]: at["TFLOP/s"].get(kernel) or at[kernel] for at in record["rows"]}
-            row["measured"] = {T: rate if isinstance(rate, str) else rate / peak for T, rate in rates.items()}
+        for name, unit in (("forward", "forward TFLOP/s"), ("both", "TFLOP/s")):
+            rates = {at["T"]: at[unit].get(row.get("kernel")) for at in record["rows"]}
+            row[name] = {T: rate if isinstance(rate, str) else rate / peak for T, rate in rates.items() if rate}
     return markdown(table["columns"], table["rows"])
 
 

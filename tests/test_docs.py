@@ -106,12 +106,16 @@ def test_a_table_is_made_from_its_record(call_main, tmp_path, monkeypatch):
 def test_ladders_of_two_kinds_are_not_in_one_table(tmp_path, monkeypatch):
     monkeypatch.setattr(tables, "RECORDS", tmp_path)
     rows = [dict(name="baseline"), dict(name="tf32", times_before=2.0)]
-    record = dict(card="H100", commit="a", versions="2.15", rows=rows, interval="{times_before:.2f}")
+    record = dict(card="H100", commit="a", versions="2.15", rows=rows, interval="{times_before:.2f}", gain="{low} ×")
+    record["whole"] = [dict(name="together", times_before=3.0, low=2.9)]
+    fp8 = dict(rows=[dict(name="fp8", times_before=1.1)], whole=[])
+    (tmp_path / "ladder_fp8.json").write_text(json.dumps(fp8))
     (tmp_path / "ladder.json").write_text(json.dumps(record))
     (tmp_path / "ladder_second.json").write_text(json.dumps(record | dict(rows=rows[::-1])))
     assert [row["second"]["name"] for row in tables.rungs()] == ["baseline", "tf32"]
-    assert tables.make("gain", "tf32") == "2.00"
-    with pytest.raises(UserError, match="no such rung"):
+    assert tables.make("gain", "tf32") == "2.00" and tables.make("gain", "together") == "3.00"
+    assert tables.make("times", "together") == "2.9 ×" and tables.make("gain", "fp8") == "1.10"
+    with pytest.raises(UserError, match="no ladder has such a rung"):
         tables.make("gain", "flash")
     for change, problem in ((dict(card="A100"), "differ in card"), (dict(rows=rows[:1]), "has no tf32")):
         (tmp_path / "ladder_second.json").write_text(json.dumps(record | change))
