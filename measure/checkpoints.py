@@ -28,6 +28,7 @@ import torch.distributed as dist
 from safetensors import SafetensorError
 
 from checkpoints import load, pieces, save
+from checkpoints.run_folder import checkpoints_of
 from common.cli import parse, progress
 from common.errors import UserError, out_of_memory, run
 from config import SIZES, Config, gpt_config, set_sizes
@@ -55,7 +56,7 @@ class Flags(ResultsFlags):
     modes: tuple[Literal["ddp", "zero3"], ...] = ("ddp", "zero3")
     """What saves and what reads, in all combinations; on one rank ddp alone."""
     checkpoint: str | None = None
-    """Read this checkpoint of a run, of any mode and number of ranks, in place of saving some of --models."""
+    """Read this checkpoint, or a run's newest, of any mode and number of ranks, in place of saving some of --models."""
 
 
 def main():
@@ -65,7 +66,10 @@ def main():
     modes = flags.modes if group else ("ddp",)
     if not (flags.models or flags.checkpoint) or not set(modes).intersection(flags.modes):
         raise UserError("nothing to measure: give --models and --modes; one rank measures ddp, torchrun starts several")
-    existing = None if flags.checkpoint is None else load.read_training(flags.checkpoint, **load.FIELDS)
+    existing = None
+    if flags.checkpoint is not None:
+        flags.checkpoint = str(next(iter(checkpoints_of(flags.checkpoint)), flags.checkpoint))
+        existing = load.read_training(flags.checkpoint, **load.FIELDS)
     results = distributed.on_main(lambda: Results(flags, "checkpoints", distributed.device, COLUMNS))
     folder = distributed.broadcast(results and results.folder) / "checkpoint"
     try:

@@ -126,7 +126,8 @@ def time_all(kind, flags, device, cases, measure, unit, limit, note, passes=("fo
         result = case | dict(facts=results.environment) | attempt(partial(measure, **case), device)
         cells = [*map(str, case.values())]
         if result["status"] == "done":
-            cells += [*(f"{result[f'{each}_ms']:.3f}" for each in passes), f"{result['rate']:,.4g}"]
+            cells += [f"{result[f'{each}_ms']:.3f}" if result[f"{each}_ms"] else "–" for each in passes]
+            cells.append(f"{result['rate']:,.4g}")
             cells.append(f"{result['rate'] / limit:.0%}" if limit else "–")
             cells.append("–" if result["peak_gb"] is None else f"{result['peak_gb']:.2f}")
         results.add(result, cells, f"{note}. GB/s are 10^9 bytes, GB 2^30.")

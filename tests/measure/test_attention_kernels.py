@@ -69,7 +69,7 @@ def test_a_kernel_that_cannot_run_is_a_row_with_its_reason(tmp_path, capsys):
         return (tmp_path / flags.run_name / "kernels.md").read_text().splitlines()
 
     assert table("fine", *errors)[2:] == [
-        "| fine | 2048 | 1.000 | 0.000 | 2 | 50% | – |",
+        "| fine | 2048 | 1.000 | – | 2 | 50% | – |",
         "| large | 2048 | skipped: out of memory |  |  |  |  |",
         "| wide | 2048 | skipped: no head of 999 |  |  |  |  |",
         "| old | 2048 | skipped: no y |  |  |  |  |",
