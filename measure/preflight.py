@@ -88,8 +88,7 @@ def check(distributed, flags):
 
     A collective. Returns dict(gemm=, copy=, pairs=, peaks=, partners=, bits=, driver=); pairs is the mean of partners.
     """
-    device = distributed.device
-    gpu = device.type == "cuda"
+    device, gpu = distributed.device, distributed.device.type == "cuda"
     n, dtype = (8192, dtype_of_activations(device)) if gpu else (512, torch.float32)
     torch.manual_seed(0)  # the same numbers on every rank
     a, b = (torch.randn(n, n).to(device, dtype) for _ in range(2))
