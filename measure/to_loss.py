@@ -44,7 +44,8 @@ class ToLoss:
     TITLE = "time to a loss"
 
     recipes: tuple[str, ...] = ()
-    """Use these rungs instead; each names flags to change, as "lr=1e-3 fp8=on"; optimizer=muon sets Muon's recipe."""
+    """Use these rungs instead; each names flags to change, as "lr=1e-3 fp8=on"; optimizer=muon sets Muon's recipe.
+    Rungs may differ in total_batch_size and max_steps."""
     seeds: int = flag(3, at_least=1)
     """Runs of each recipe, with --seed and the numbers after it."""
     target_loss: float | None = None
@@ -73,9 +74,10 @@ def climb(config):
 
     config: a ToLossConfig. Raises UserError if the first recipe cannot run, or if a run failed.
     """
-    if config.max_steps <= SETTLING_STEPS:
-        raise UserError(f"--max_steps {config.max_steps}: the first {SETTLING_STEPS} steps only warm up; use more")
     recipes = choose_recipes(config)
+    for steps in (config.max_steps, *(recipe.get("max_steps", math.inf) for recipe in recipes.values())):
+        if steps <= SETTLING_STEPS:
+            raise UserError(f"--max_steps {steps}: the first {SETTLING_STEPS} steps only warm up; use more")
     results, ranks = begin(config, "to_loss", COLUMNS), count_devices(config)
     curves, changes, target = {}, {}, config.target_loss
     for index, (name, recipe) in enumerate(recipes.items(), 1):
@@ -87,7 +89,7 @@ def climb(config):
                 break  # the other seeds would fail too
         row = runs[-1]
         if row["status"] == "done":
-            of_seeds = [read_curve(results.folder / run["name"], config.max_steps) for run in runs]
+            of_seeds = [read_curve(results.folder / run["name"], rung.max_steps) for run in runs]
             row = summarize(of_seeds, target) | dict(facts=row["facts"], commands=[run["command"] for run in runs])
         if row["status"] == "done":
             changes |= recipe
@@ -123,16 +125,18 @@ def read_recipe(text):
         raise UserError(f"--recipes {text!r}: {error}") from error
     if not recipe or len(recipe) < len(text.split()):
         raise UserError(f'--recipes {text!r}: it takes flags of train_gpt2.py, each once, as "lr=1e-3 fp8=on"')
-    if fixed := sorted(recipe.keys() & (flags_with(Config, sweep=False) | flags_with(Config, sweep="axis"))):
+    same = (flags_with(Config, sweep=False) - {"max_steps"}) | flags_with(Config, sweep="axis")
+    if fixed := sorted(recipe.keys() & same):
         raise UserError(f"--recipes {text!r}: {fixed[0]} is the same in all runs, or has no effect")
     return recipe
 
 
 def recipe_run(config, changes):
     """The Config of a recipe's run: some 20 validations, no other evaluations; the warm-up fits into the steps."""
-    own = dict(hellaswag_every=0, sample_every=0, checkpoint_every=0, val_every=max(1, config.max_steps // 20))
-    changed = run_config(config, **own, val_tokens=min(config.val_tokens, VAL_TOKENS), **changes)
-    changed.warmup_steps = min(changed.warmup_steps, int(LONGEST_WARMUP * config.max_steps))
+    own = dict(hellaswag_every=0, sample_every=0, checkpoint_every=0, val_tokens=min(config.val_tokens, VAL_TOKENS))
+    changed = run_config(config, **own, **changes)
+    changed.val_every = max(1, changed.max_steps // 20)
+    changed.warmup_steps = min(changed.warmup_steps, int(LONGEST_WARMUP * changed.max_steps))
     return changed
 
 

@@ -50,8 +50,8 @@ def test_the_ladder_of_recipes_climbs(train, tmp_path):
 
 
 def test_recipes_of_ones_own(train):
-    """Each rung adds to the flags before it; Muon brings its recipe."""
-    recipes = ("--recipes", "optimizer=muon lr=2e-3", "mask_documents=on")
+    """Each rung adds to the flags before it; Muon brings its recipe; a rung may have other steps and batches."""
+    recipes = ("--recipes", "optimizer=muon lr=2e-3", "mask_documents=on max_steps=12 total_batch_size=64")
     flags = ("--seeds", 1, "--max_steps", 8, "--val_tokens", 256, *recipes)
     folder = train("own", *flags, "--beta2", 0.9, script="measure/to_loss.py")
     first, muon, masked = json.loads((folder / "to_loss.json").read_text())["results"]
@@ -59,6 +59,9 @@ def test_recipes_of_ones_own(train):
     assert first["facts"]["optimizer"] == "adamw" and first["facts"]["beta2"] == masked["facts"]["beta2"] == 0.9
     assert muon["facts"]["lr"] == 2e-3 and muon["facts"]["lr_schedule"] == "wsd" and not muon["facts"]["mask_documents"]
     assert masked["facts"]["optimizer"] == "muon" and masked["facts"]["mask_documents"]
+    counts = [len(logged(folder / f"{index:02d}_seed1337")) for index in (1, 2, 3)]
+    sizes = [result["facts"]["total_batch_size"] for result in (first, muon, masked)]
+    assert counts == [8, 8, 12] and sizes == [sizes[0], sizes[0], 64] != [64] * 3
     row = (folder / "to_loss.md").read_text().splitlines()[4]
     assert f"| {masked['finals'][0] - muon['finals'][0]:+.4f} |" in row
 
@@ -66,6 +69,8 @@ def test_recipes_of_ones_own(train):
 def test_bad_recipes_end_in_one_line(corpus, monkeypatch):
     with pytest.raises(UserError, match="--max_steps 3: the first 5 steps"):
         to_loss.climb(to_loss.ToLossConfig(data_dir=str(corpus), max_steps=3))
+    with pytest.raises(UserError, match="--max_steps 4: the first 5 steps"):
+        to_loss.climb(to_loss.ToLossConfig(data_dir=str(corpus), recipes=("max_steps=4",)))
     monkeypatch.setattr("sys.argv", ["to_loss.py", "--lr", "7e-3", "--fp8"])
     with pytest.raises(UserError, match="leave out --fp8, --lr, which the rungs set, or use --recipes"):
         to_loss.main()
