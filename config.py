@@ -35,8 +35,8 @@ INTERVALS = ("val_every", "hellaswag_every", "sample_every", "checkpoint_every")
 
 # Facts of a flag, beside its bounds. report=True: a resumed run reports its change, since results change by more than
 # the order of sums. one_start=True: it belongs to one start of a run, and is not in the run's flags.yaml. sweep=False:
-# a measurement sets it, or it has no effect there. sweep="axis": measure.sweep may vary it, a recipe of measure.to_loss
-# may not.
+# a measurement sets it, or it has no effect there. sweep="axis" or "recipe": only measure.sweep, or only a recipe of
+# measure.to_loss, may vary it.
 
 
 @dataclass
@@ -50,7 +50,7 @@ class Basics:
     """124M, 355M, 774M or 1558M parameters; tiny, 7M, changes defaults to suit a CPU (--model tiny --help)."""
     data_dir: str = "edu_fineweb10B"
     """Folder of shards that fineweb.py wrote."""
-    max_steps: int = flag(19073, at_least=1, report=True, sweep=False)
+    max_steps: int = flag(19073, at_least=1, report=True, sweep="recipe")
     """Training steps; the default is one epoch of 10B tokens."""
     max_minutes: float | None = flag(None, above=0, report=True, sweep=False)
     """Train this long instead of --max_steps, without compilation and evaluations. The schedule ends with the time."""

@@ -1,11 +1,12 @@
 """Write the tables of README.md, docs/ and LOG.md from the records, dev/records/*.json.
 
-    python dev/tables.py             # writes what stands between <!--table:NAME--> and <!--/table-->, gains and times
+    python dev/tables.py             # writes what stands between <!--table:NAME--> and <!--/table-->, and gains
     python dev/tables.py --check     # says which tables differ, with exit code 1 if one does
 
 A record has `rows`, and as `columns` {heading: template}. A cell is its column's template filled in by a row, such as
 "{tokens_per_second:,}"; it is empty if the row lacks the field. `more_rows` are in no table. To replace a measurement
-write a new record of the same name. A file of bench.py --record in dev/records/cards/ is a row of the table of cards.
+write a new record of the same name. <!--gain:RUNG--> stands for a rung's gain with its interval, <!--times:RUNG-->
+without. A file of bench.py --record in dev/records/cards/ is a row of the table of cards.
 """
 
 import json
@@ -68,8 +69,7 @@ def load(name):
 
 
 def make(kind, name):
-    """A gain with its interval, or, "times", without; or the lines of a table: made by the function of its name below,
-    or from its record alone."""
+    """A gain, or the lines of a table: made by the function of its name below, or from its record alone."""
     if kind != "table":
         rows = {row["name"]: row for row in gains()}
         if name not in rows:

@@ -52,8 +52,7 @@ def main():
         raise UserError(
             f"each of --lengths must divide --tokens {flags.tokens}, each of --widths --n_embd {flags.n_embd}"
         )
-    note = f"{flags.tokens:,} tokens, C = {flags.n_embd}. FLOPs are those of the causal half, 7·T·C a token"
-    note += "; 2·T·C where there is no backward"
+    note = f"{flags.tokens:,} tokens, C = {flags.n_embd}. FLOPs: of the causal half, 7·T·C a token, forward 2·T·C"
     limit = peak_flops(device) / 1e12
     time_all("attention", flags, device, cases, partial(measure, flags, device), "TFLOP/s", limit, note)
 

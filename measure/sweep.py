@@ -87,7 +87,7 @@ def read_axis(text):
     """ "micro_batch_size=8,16" as ("micro_batch_size", [8, 16]). Raises UserError for a bad flag or bad values."""
     name, _, values = text.partition("=")
     fields = SweepConfig.__dataclass_fields__
-    if name in flags_with(SweepConfig, sweep=False):
+    if name in flags_with(SweepConfig, sweep=False) | flags_with(SweepConfig, sweep="recipe"):
         raise UserError(f"{text}: {name} is the same in all runs, or has no effect")
     if values and name not in fields:
         raise UserError(f"{text}: {next(complaints([f'--{name}'], fields))}")

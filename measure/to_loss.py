@@ -125,8 +125,7 @@ def read_recipe(text):
         raise UserError(f"--recipes {text!r}: {error}") from error
     if not recipe or len(recipe) < len(text.split()):
         raise UserError(f'--recipes {text!r}: it takes flags of train_gpt2.py, each once, as "lr=1e-3 fp8=on"')
-    same = (flags_with(Config, sweep=False) - {"max_steps"}) | flags_with(Config, sweep="axis")
-    if fixed := sorted(recipe.keys() & same):
+    if fixed := sorted(recipe.keys() & (flags_with(Config, sweep=False) | flags_with(Config, sweep="axis"))):
         raise UserError(f"--recipes {text!r}: {fixed[0]} is the same in all runs, or has no effect")
     return recipe
 
