@@ -37,11 +37,12 @@ PRECISION = 0.006
 class TimedRun(ChildRun):
     """A training run that takes steps when it is asked to."""
 
-    def __init__(self, config, ranks, output, accumulates=True):
+    def __init__(self, config, ranks, output, accumulates=True, prepare=None):
         """Start a run of a Config in `ranks` processes, and take FIRST_STEPS steps. output: the file that gets what
-        the processes print. accumulates: else a step is one micro-batch on every rank. Raises as answer().
+        the processes print. accumulates: else a step is one micro-batch on every rank. prepare: a function that each
+        process calls first. Raises as answer().
         """
-        super().__init__(partial(take_turns, accumulates), config, ranks, output)
+        super().__init__(partial(take_turns, accumulates, prepare), config, ranks, output)
         self.rates, self.losses = [], []
         try:
             self.facts = self.answer()
@@ -76,9 +77,10 @@ class TimedRun(ChildRun):
         )
 
 
-def measure(config, ranks, results, name, seconds, steps, before=None, accumulates=True):
+def measure(config, ranks, results, name, seconds, steps, before=None, accumulates=True, prepare=None):
     """(TimedRun, result) of a Config, timed for `seconds` and `steps` steps or longer, see compare(), in turn with the
     TimedRun `before` if there is one. results: a Results; what the processes print is in NAME.txt in its folder.
+    accumulates, prepare: as of TimedRun.
 
     status of the result is "done", "skipped" (this machine cannot run it) or "failed" (a bug). Done, it has
     TimedRun.result() and gain: compare() with `before`, None without; else a reason, and the run is None.
@@ -87,7 +89,7 @@ def measure(config, ranks, results, name, seconds, steps, before=None, accumulat
     result, run, gain = dict(name=name, command=shown_command(config, ranks)), None, None
     try:
         output = results.folder / f"{name}.txt"
-        run = TimedRun(run_config(config, **dict.fromkeys(INTERVALS, 0)), ranks, output, accumulates)
+        run = TimedRun(run_config(config, **dict.fromkeys(INTERVALS, 0)), ranks, output, accumulates, prepare)
         if before:
             gain = compare(before, run, seconds, steps)
         else:
@@ -135,12 +137,14 @@ def compare(first, second, seconds, steps):
     return gain | dict(gpu=gpu_facts(asked))
 
 
-def take_turns(accumulates, config, pipe):
+def take_turns(accumulates, prepare, config, pipe):
     """The work of a TimedRun's processes: as many steps as the pipe asks for, until it is closed.
 
     After the first turn the learning rate is 0. The power that a GPU draws, and so its clock, depends on the numbers,
     and of two runs in turn one would have more steps behind it.
     """
+    if prepare:
+        prepare()
     distributed = process_group.start(config.device, config.tensor, config.context, config.pipeline)
     start = resume.find_start(config, distributed)
     config, _ = resolve(config, distributed, memory.free_memory(distributed), start, chosen_flags(config))
