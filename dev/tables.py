@@ -126,9 +126,10 @@ def rungs():
 
 
 def gains():
-    """The rows of ladder.json, those of 8 bits in ladder_fp8.json, and of all rungs together in both (`whole`)."""
-    fp8 = load("ladder_fp8")
-    return [*rungs(), *fp8["rows"], *load("ladder")["whole"], *fp8["whole"]]
+    """The rows of ladder.json, those of 8 bits in ladder_fp8.json, and of all rungs together (`whole`) in both and in
+    ladder_second.json."""
+    fp8, second = load("ladder_fp8"), load("ladder_second")["whole"]
+    return [*rungs(), *fp8["rows"], *load("ladder")["whole"], *fp8["whole"], *second]
 
 
 def ladder():

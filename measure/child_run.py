@@ -81,7 +81,8 @@ def shown_command(config, ranks):
 
 def finish(results):
     """Say where the results are. Raises UserError if a run failed because of a bug; skipped runs do not count."""
-    print(f"{results}, {results.kind}.png and what each run printed")
+    figure = f", {results.kind}.png" if (results.folder / f"{results.kind}.png").exists() else ""
+    print(f"{results}{figure}, and what each run printed")
     if failed := [row["name"] for row in results.rows if row["status"] == "failed"]:
         raise UserError(f"{len(failed)} of {len(results.rows)} runs failed: {', '.join(failed)}; the reasons are above")
 

@@ -76,6 +76,14 @@ def test_tables_are_those_of_the_records(page):
         assert not re.search(r"^.*---:.*$", by_hand, re.M), "a table of numbers without a record"
 
 
+def test_the_readmes_figures_are_those_of_the_records():
+    readme, recipes = " ".join((ROOT / "README.md").read_text().split()), tables.load("recipes")
+    assert f"({recipes['target']:.3f}, 1,090 steps of 131,072 tokens" in readme
+    assert f"with {recipes['rows'][1]['fewer_tokens']} × fewer tokens: five seeds" in readme and recipes["seeds"] == 5
+    line = next(row["line"] for row in tables.load("recipes_more")["rows"] if "line" in row)
+    assert " ".join(line.split()) in readme
+
+
 def test_records_say_how_they_were_measured():
     for path in tables.RECORDS.glob("*.json"):
         record = json.loads(path.read_text())

@@ -1,6 +1,7 @@
 """A model spread over ranks in every way: the same training, and checkpoints that any of them goes on from."""
 
 import json
+from collections import Counter
 
 import pytest
 import torch
@@ -67,6 +68,10 @@ def test_every_layout_trains_and_resumes_as_one_rank_does(train, train_several, 
         assert_same(run, whole, steps=1)
     assert not (runs[2] / "checkpoint_000002" / "model.safetensors").exists()  # in pieces
     assert len(list((runs[2] / "checkpoint_000002").glob("shard-00001-*"))) > 2
+    sizes = Counter()  # bytes that each rank of hsdp wrote: of a shard's three large tensors, one copy has two
+    for path in (runs[3] / "checkpoint_000002").glob("shard-*"):
+        sizes[path.name.split("-")[1]] += path.stat().st_size
+    assert len(sizes) == 4 and max(sizes.values()) < 2 * min(sizes.values()), sizes
     samples = [[row["samples"] for row in metrics(run) if "samples" in row] for run in (whole, runs[2])]
     assert samples[0] == samples[1] and len(samples[0]) == 2
 
