@@ -79,7 +79,8 @@ def test_tables_are_those_of_the_records(page):
 def test_the_readmes_figures_are_those_of_the_records():
     readme, recipes = " ".join((ROOT / "README.md").read_text().split()), tables.load("recipes")
     assert f"({recipes['target']:.3f}, 1,090 steps of 131,072 tokens" in readme
-    assert f"with {recipes['rows'][1]['fewer_tokens']} × fewer tokens: five seeds" in readme and recipes["seeds"] == 5
+    assert f"with {recipes['rows'][1]['fewer_tokens']} × fewer tokens: five seeds" in readme
+    assert len(recipes["seeds"]) == 5
     line = next(row["line"] for row in tables.load("recipes_more")["rows"] if "line" in row)
     assert " ".join(line.split()) in readme
 
