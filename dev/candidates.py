@@ -41,6 +41,10 @@ CANDIDATES = {
     "positions": (2.0, "AdamW's learning rate for positions, times this"),
     "vectors": (4.0, "AdamW's learning rate for biases and LayerNorms, times this"),
     "vectors_beta2": (0.99, "AdamW's beta2 for biases and LayerNorms"),
+    "batch": (
+        0.25,
+        "a quarter of the batch for this share of the steps, half of it for as many more; rates × its root",
+    ),
 }
 HORIZON = 0.069  # share of all steps that the running mean of average is over
 ACTIVE = (0.1, 0.85)  # shares of the steps between which nesterov is active
@@ -188,6 +192,12 @@ def make(chosen, model, config):
     return result
 
 
+def batch_share(step, config, chosen):
+    """Of --total_batch_size, the share that this step has."""
+    part = chosen.get("batch", 0.0) * config.max_steps
+    return 0.25 if step < part else 0.5 if step < 2 * part else 1.0
+
+
 def choose(text):
     """ "normuon,average=0.5" as {name: value}. "none": Muon as it is. Raises UserError for a bad name or value."""
     chosen = {}
@@ -217,7 +227,21 @@ def main():
     def set_learning_rates(optimizer, step, config):
         if step != optimizer.steps:
             raise UserError(f"candidates begin at step 0, and this is step {step}: use another --run_name")
-        return schedules.set_learning_rates(optimizer, step, config)
+        share = math.sqrt(batch_share(step, config, chosen))
+        lr = schedules.set_learning_rates(optimizer, step, config)
+        for group in optimizer.param_groups:
+            group["lr"] *= share
+        return lr * share
+
+    train_step = train_gpt2.train_step
+
+    def train_step_of_share(trainer, step, *arguments):
+        config = trainer.config
+        size, micro_batch = config.total_batch_size, config.micro_batch_size * config.seq_len
+        if "batch" in chosen and size // 4 % micro_batch:
+            raise UserError(f"batch needs a --micro_batch_size that divides {size // 4 // config.seq_len}")
+        config = replace(config, total_batch_size=int(size * batch_share(step, config, chosen)))
+        return train_step(replace(trainer, config=config), step, *arguments)
 
     evaluate = train_gpt2.evaluate_if_due
 
@@ -229,7 +253,7 @@ def main():
                 evaluate(run, stop)
 
     train_gpt2.make_optimizer, train_gpt2.set_learning_rates = make_optimizer, set_learning_rates
-    train_gpt2.evaluate_if_due = evaluate_if_due
+    train_gpt2.evaluate_if_due, train_gpt2.train_step = evaluate_if_due, train_step_of_share
     if "power" in chosen:
         linear = schedules.learning_rate
 
