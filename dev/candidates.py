@@ -41,10 +41,7 @@ CANDIDATES = {
     "positions": (2.0, "AdamW's learning rate for positions, times this"),
     "vectors": (4.0, "AdamW's learning rate for biases and LayerNorms, times this"),
     "vectors_beta2": (0.99, "AdamW's beta2 for biases and LayerNorms"),
-    "batch": (
-        0.25,
-        "a quarter of the batch for this share of the steps, half of it for as many more; rates × its root",
-    ),
+    "batch": (0.25, "a quarter of the batch for this share of the steps, half for as many more; lr times its root"),
 }
 HORIZON = 0.069  # share of all steps that the running mean of average is over
 ACTIVE = (0.1, 0.85)  # shares of the steps between which nesterov is active
@@ -222,6 +219,9 @@ def main():
     def make_optimizer(model, config):
         if config.optimizer != "muon" or dist.is_initialized():
             raise UserError("candidates need --optimizer muon, on one GPU")
+        quarter = config.total_batch_size // config.seq_len // 4  # sequences
+        if "batch" in chosen and quarter % config.micro_batch_size:
+            raise UserError(f"batch needs a --micro_batch_size that divides {quarter}")
         return make(chosen, model, config)
 
     def set_learning_rates(optimizer, step, config):
@@ -236,12 +236,8 @@ def main():
     train_step = train_gpt2.train_step
 
     def train_step_of_share(trainer, step, *arguments):
-        config = trainer.config
-        size, micro_batch = config.total_batch_size, config.micro_batch_size * config.seq_len
-        if "batch" in chosen and size // 4 % micro_batch:
-            raise UserError(f"batch needs a --micro_batch_size that divides {size // 4 // config.seq_len}")
-        config = replace(config, total_batch_size=int(size * batch_share(step, config, chosen)))
-        return train_step(replace(trainer, config=config), step, *arguments)
+        size = int(trainer.config.total_batch_size * batch_share(step, trainer.config, chosen))
+        return train_step(replace(trainer, config=replace(trainer.config, total_batch_size=size)), step, *arguments)
 
     evaluate = train_gpt2.evaluate_if_due
 

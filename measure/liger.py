@@ -21,6 +21,7 @@ from config import Config, read_command_line
 from measure.child_run import SPEED, begin, finish, speed
 from measure.operations import liger_head, missing
 from measure.turns import ROUNDS, measure
+from watch.hardware import installed_version
 
 NOTE = (
     "× before: tokens/sec over those of the run before, in turn, with its 95% interval; ≈: the interval holds 1. A "
@@ -49,26 +50,26 @@ class LigerConfig(Config, Liger):
 def main():
     config, typed = read_command_line(LigerConfig)
     if problem := missing("liger", torch.device(choose_device_type(config.device))):
-        raise UserError(f"Liger's kernels do not run here: {problem}")
-    own = replace(
-        config, micro_batch_size=config.micro_batch_size or 64, cuda_graphs=False
-    )  # 64: logits fit as a whole
-    runs = {
-        "PyTorch's head": (replace(own, fused_cross_entropy=False), None),
-        "Liger's head": (own, use_liger_head),
-        "--fused_cross_entropy": (own, None),
-        "the same, Liger's LayerNorm": (own, use_liger_layer_norm),
-    }
+        raise UserError(f"measure.liger: {problem}")
+    size = config.micro_batch_size or 64  # the logits of 64 sequences fit into memory as a whole
+    own = replace(config, micro_batch_size=size, fused_cross_entropy=True, fp8_head=False, cuda_graphs=False)
+    runs = (
+        ("library_head", "PyTorch's head", replace(own, fused_cross_entropy=False), None),
+        ("liger_head", "Liger's head", own, use_liger_head),
+        ("own_head", "--fused_cross_entropy", own, None),
+        ("liger_layer_norm", "the same, Liger's LayerNorm", own, use_liger_layer_norm),
+    )
+    note = f"{NOTE} liger-kernel {installed_version('liger-kernel')}."
     results = begin(config, "liger", ("run", *SPEED, "× before", "95%"), typed, goes_on=False)
     before = None
-    for index, (name, (changed, prepare)) in enumerate(runs.items()):
+    for name, label, changed, prepare in runs:
         options = dict(accumulates=False, prepare=prepare)
-        timed, row = measure(changed, 1, results, str(index), config.seconds, ROUNDS, before, **options)
+        timed, row = measure(changed, 1, results, name, config.seconds, ROUNDS, before, **options)
         gain = []
         if timed and (ratios := row["gain"]):
             gain = [f"{ratios['ratio']:.3f}{'' if ratios['is_clear'] else ' ≈'}"]
             gain.append(f"{ratios['low']:.3f}–{ratios['high']:.3f}")
-        results.add(row | dict(run=name), [name, *speed(row), *gain], NOTE)
+        results.add(row | dict(run=label), [label, *speed(row), *gain], note)
         if timed:
             if before:
                 before.close()
@@ -85,8 +86,10 @@ def use_liger_head():
 
     @torch.compiler.disable
     def fused_cross_entropy(x, weight, targets, vocab_size):
-        x = x.to(torch.get_autocast_dtype(x.device.type)).flatten(0, -2)
-        return liger_head(x, weight, targets.flatten())
+        """As that of kernels.cross_entropy, but the padding of the vocabulary counts."""
+        if torch.is_autocast_enabled(x.device.type):
+            x = x.to(torch.get_autocast_dtype(x.device.type))
+        return liger_head(x.flatten(0, -2), weight, targets.flatten())
 
     cross_entropy.fused_cross_entropy = fused_cross_entropy
 

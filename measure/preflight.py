@@ -33,7 +33,6 @@ from watch.hardware import answer, ask_nvidia_smi, environment, peak_flops
 
 COLUMNS = ("rank", "GEMM TFLOP/s", "copy GB/s", "pairs GB/s", "slowest pair", "MHz", "of MHz", "°C")
 RATES = dict(gemm="its GEMMs are", copy="its copies in memory are", pairs="its all-reduces with one other rank are")
-PARTS = 5  # of a measurement; the best counts, since other programs may disturb some
 NOTE = "Pairs: the mean of all-reduces with each other rank, and the slowest. Clock and temperature: during GEMMs."
 
 
@@ -44,7 +43,7 @@ class Flags(TimingFlags):
     seconds: float = flag(3.0, above=0)
     """Time of the GEMMs, in which a GPU warms up, and of the copies."""
     tolerance: float = flag(0.07, above=0, below=1)
-    """A rank is slow if a rate is below the median of the other ranks by more than this fraction."""
+    """A rank is slow if a rate is below the median of the other ranks by more than this; CPUs vary by over 0.07."""
     share: float = flag(0.5, at_least=0, at_most=1)
     """A GPU is slow if a rate is below this share of its peak, where that is known."""
 
@@ -93,25 +92,26 @@ def check(distributed, flags):
     n, dtype = (8192, dtype_of_activations(device)) if gpu else (512, torch.float32)
     torch.manual_seed(0)  # the same numbers on every rank
     a, b = (torch.randn(n, n).to(device, dtype) for _ in range(2))
-    gemm = partial(torch.mm, a, b, out=torch.empty_like(a))
-    calls = lambda function: max(1, int(1e3 * flags.seconds / PARTS / mean_ms(device, function, 1)))  # noqa: E731
-    rate_of(device, gemm, 2 * n**3, calls(gemm))  # the GPU warms up
+    product = torch.empty_like(a)
+    gemm = partial(torch.mm, a, b, out=product)
+    rate_of(device, gemm, 2 * n**3, flags.seconds)  # the GPU warms up
     asked = ask_nvidia_smi(device, ["-q", "-x"])  # answers during the GEMMs
     distributed.all_reduce(0)  # the ranks begin together
-    rates = dict(gemm=rate_of(device, gemm, 2 * n**3, calls(gemm)) / 1e12)
+    rates = dict(gemm=rate_of(device, gemm, 2 * n**3, flags.seconds) / 1e12)
     source = torch.ones(2**30 if gpu else 2**24, dtype=torch.int8, device=device)
     copy = partial(torch.empty_like(source).copy_, source)
-    rates["copy"] = rate_of(device, copy, 2 * source.nbytes, calls(copy)) / 1e9  # each byte is read and written
+    rates["copy"] = rate_of(device, copy, 2 * source.nbytes, flags.seconds) / 1e9  # each byte is read and written
     partners = rates_of_pairs(distributed, flags.repeats)
     rates["pairs"] = statistics.fmean(partners.values() or [0])
     rates["peaks"] = dict(gemm=peak_flops(device) / 1e12, copy=memory_bandwidth(device) or 0)
-    bits = gemm().view(torch.int16).sum().item()
-    return rates | dict(bits=bits, partners=partners, driver=read_driver(asked and answer(asked)))
+    rates["bits"] = product.view(torch.int16).sum().item()
+    return rates | dict(partners=partners, driver=read_driver(asked and answer(asked)))
 
 
-def rate_of(device, function, amount, count):
-    """The amount a second of a function that handles `amount`: the best of PARTS times of `count` calls in a row."""
-    return 1e3 * amount / min(mean_ms(device, function, count) for _ in range(PARTS))
+def rate_of(device, function, amount, seconds):
+    """The amount a second of a function that handles `amount`, over many calls in a row."""
+    count = max(1, int(1e3 * seconds / mean_ms(device, function, 1)))
+    return 1e3 * amount / mean_ms(device, function, count)
 
 
 def rates_of_pairs(distributed, count):
@@ -124,7 +124,7 @@ def rates_of_pairs(distributed, count):
             reduce = partial(dist.all_reduce, values, group=group)
             mean_ms(distributed.device, reduce, 1)  # connects the two
             partner = sum(dist.get_process_group_ranks(group)) - distributed.rank
-            rates[partner] = rate_of(distributed.device, reduce, values.nbytes, count) / 1e9
+            rates[partner] = 1e-6 * values.nbytes / mean_ms(distributed.device, reduce, count)
             dist.destroy_process_group(group)
         distributed.all_reduce(0)
     return rates

@@ -46,12 +46,6 @@ def test_a_slow_gpu_ends_it_with_one_line(call_main, monkeypatch, tmp_path):
     expect_error(done, "rank 0", "its GEMMs are at 0% of the peak, 1,000,000")
 
 
-def test_another_program_does_not_make_a_gpu_slow(monkeypatch):
-    times = iter([4.0, 2.5, 9.0, 2.0, 3.0])
-    monkeypatch.setattr(preflight, "mean_ms", lambda device, function, count: next(times))
-    assert preflight.rate_of("cpu", None, amount=6, count=3) == 3000
-
-
 def test_every_pair_meets_once():
     for n in range(1, 10):
         rounds = preflight.rounds(n)

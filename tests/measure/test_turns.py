@@ -2,6 +2,7 @@
 
 import math
 import subprocess
+from functools import partial
 
 import pytest
 from texts import write_corpus
@@ -80,8 +81,10 @@ def test_after_the_first_steps_the_weights_stay_as_they_are(tmp_path):
     write_corpus(tmp_path, sizes=(400, 128))
     small = dict(n_layer=1, n_head=2, n_embd=32, seq_len=32, total_batch_size=128, micro_batch_size=2, lr=1e-2)
     plain = dict(device="cpu", compile=False, shuffle=False, warmup_steps=0, **dict.fromkeys(INTERVALS, 0))
-    run = TimedRun(Config(data_dir=str(tmp_path), **small, **plain), 1, tmp_path / "output.txt")
+    config, output = Config(data_dir=str(tmp_path), **small, **plain), tmp_path / "output.txt"
+    run = TimedRun(config, 1, output, prepare=partial(print, "prepared"))
     run.train(2)
     run.train(1)
     run.close()
+    assert output.read_text().startswith("prepared")
     assert len(set(run.losses)) == FIRST_STEPS + 1 and len(set(run.losses[FIRST_STEPS:])) == 1
