@@ -21,7 +21,7 @@ from common.device import choose_device_type
 from common.errors import UserError, run
 from config import SETTLING_STEPS, Config, read_command_line
 from measure import figures
-from measure.child_run import OUT_OF_MEMORY, SPEED, begin, count_devices, finish, speed
+from measure.child_run import OUT_OF_MEMORY, SPEED, begin, count_devices, finish, gain_texts, speed
 from measure.turns import FIRST_STEPS, ROUNDS, STUDENT_T, measure
 from optimizations import RUNGS, turn_off_unavailable
 from parallel.memory import bytes_of_states, params_of_rank
@@ -231,11 +231,7 @@ def cells(row, rung):
     """A rung's row of the table as text."""
     if row["status"] != "done":
         return [rung]
-    ratios = ["", "", ""]
-    if row["gain"]:
-        gain = row["gain"]
-        mark = "" if gain["is_clear"] else " ≈"
-        ratios = [f"{gain['ratio']:.3f}{mark}", f"{gain['low']:.3f}–{gain['high']:.3f}", f"{row['times_first']:.2f}"]
+    ratios = [*gain_texts(row["gain"]), f"{row['times_first']:.2f}"] if row["gain"] else ["", "", ""]
     return [rung, *speed(row), *ratios, f"{row['loss']:.4f}"]
 
 

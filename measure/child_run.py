@@ -73,6 +73,14 @@ def speed(row):
     return [f"{row['ms']:.2f}", f"{row['tokens_per_sec']:,.0f}", mfu, f"{row['peak_gb']:.2f}"]
 
 
+def gain_texts(gain):
+    """The texts of "× before" and "95%" for a gain of turns.compare(); none without one."""
+    if not gain:
+        return []
+    mark = "" if gain["is_clear"] else " ≈"
+    return [f"{gain['ratio']:.3f}{mark}", f"{gain['low']:.3f}–{gain['high']:.3f}"]
+
+
 def shown_command(config, ranks):
     """The command line of a run with the flags of run_config(config)."""
     program = ["torchrun", "--standalone", f"--nproc_per_node={ranks}"] if ranks > 1 else ["python"]

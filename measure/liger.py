@@ -18,7 +18,7 @@ from common.cli import flag
 from common.device import choose_device_type
 from common.errors import UserError, run
 from config import Config, read_command_line
-from measure.child_run import SPEED, begin, finish, speed
+from measure.child_run import SPEED, begin, finish, gain_texts, speed
 from measure.operations import liger_head, missing
 from measure.turns import ROUNDS, measure
 from watch.hardware import installed_version
@@ -65,11 +65,7 @@ def main():
     for name, label, changed, prepare in runs:
         options = dict(accumulates=False, prepare=prepare)
         timed, row = measure(changed, 1, results, name, config.seconds, ROUNDS, before, **options)
-        gain = []
-        if timed and (ratios := row["gain"]):
-            gain = [f"{ratios['ratio']:.3f}{'' if ratios['is_clear'] else ' ≈'}"]
-            gain.append(f"{ratios['low']:.3f}–{ratios['high']:.3f}")
-        results.add(row | dict(run=label), [label, *speed(row), *gain], note)
+        results.add(row | dict(run=label), [label, *speed(row), *gain_texts(row.get("gain"))], note)
         if timed:
             if before:
                 before.close()
