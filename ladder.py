@@ -21,7 +21,7 @@ from common.device import choose_device_type
 from common.errors import UserError, run
 from config import SETTLING_STEPS, Config, read_command_line
 from measure import figures
-from measure.child_run import OUT_OF_MEMORY, SPEED, begin, count_devices, finish, gain_texts, speed
+from measure.child_run import OUT_OF_MEMORY, SPEED, begin, count_devices, finish, gain_texts, mark, speed
 from measure.turns import FIRST_STEPS, ROUNDS, STUDENT_T, measure
 from optimizations import RUNGS, turn_off_unavailable
 from parallel.memory import bytes_of_states, params_of_rank
@@ -114,8 +114,7 @@ def climb(config, typed=()):
         if own:
             own.close()
             high, ratio, low = (1 / row["gain"][name] for name in ("low", "ratio", "high"))
-            mark = "" if row["gain"]["is_clear"] else " ≈"
-            print(f"{ratio:.1f} ×{mark} (95%: {low:.2f} to {high:.2f}) from baseline to the last rung")
+            print(f"{ratio:.1f} ×{mark(row['gain'])} (95%: {low:.2f} to {high:.2f}) from baseline to the last rung")
             if abs(row["times_first"] - 1) > DRIFT:
                 print(f"the baseline is now {row['times_first']:.2f} × as fast as at first: compare × before alone")
     timed.close()

@@ -227,11 +227,7 @@ def main():
     def set_learning_rates(optimizer, step, config):
         if step != optimizer.steps:
             raise UserError(f"candidates begin at step 0, and this is step {step}: use another --run_name")
-        share = math.sqrt(batch_share(step, config, chosen))
-        lr = schedules.set_learning_rates(optimizer, step, config)
-        for group in optimizer.param_groups:
-            group["lr"] *= share
-        return lr * share
+        return schedules.set_learning_rates(optimizer, step, config)
 
     train_step = train_gpt2.train_step
 
@@ -250,14 +246,15 @@ def main():
 
     train_gpt2.make_optimizer, train_gpt2.set_learning_rates = make_optimizer, set_learning_rates
     train_gpt2.evaluate_if_due, train_gpt2.train_step = evaluate_if_due, train_step_of_share
-    if "power" in chosen:
-        linear = schedules.learning_rate
+    scheduled = schedules.learning_rate
 
-        def learning_rate(step, config, peak):
-            rate = linear(step, config, peak)
-            return rate if step < config.warmup_steps else peak * (rate / peak) ** chosen["power"]
+    def learning_rate(step, config, peak):
+        rate = scheduled(step, config, peak)
+        if "power" in chosen and step >= config.warmup_steps:
+            rate = peak * (rate / peak) ** chosen["power"]
+        return rate * math.sqrt(batch_share(step, config, chosen))
 
-        schedules.learning_rate = learning_rate
+    schedules.learning_rate = learning_rate
     train_gpt2.main()
 
 

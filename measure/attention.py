@@ -93,7 +93,8 @@ def measure(flags, device, name, D, T):
     """{forward_ms, backward_ms, peak_gb, rate in TFLOP/s} of a kernel. Raises UserError if it refuses these sizes.
 
     The FLOPs are those of flash attention over the causal half of the scores, 2 GEMMs forward and 5 backward of 2·T·C a
-    token (Dao 2023, FlashAttention-2): the same for every kernel, also for those that compute all scores.
+    token (Dao 2023, FlashAttention-2): the same for every kernel, also for those that compute all scores. A kernel
+    without backward has forward's alone.
     """
     B, C = flags.tokens // T, flags.n_embd
     dtype = dtype_of_activations(device)

@@ -75,10 +75,12 @@ def speed(row):
 
 def gain_texts(gain):
     """The texts of "× before" and "95%" for a gain of turns.compare(); none without one."""
-    if not gain:
-        return []
-    mark = "" if gain["is_clear"] else " ≈"
-    return [f"{gain['ratio']:.3f}{mark}", f"{gain['low']:.3f}–{gain['high']:.3f}"]
+    return [f"{gain['ratio']:.3f}{mark(gain)}", f"{gain['low']:.3f}–{gain['high']:.3f}"] if gain else []
+
+
+def mark(gain):
+    """What follows a gain: ≈ if its interval holds 1."""
+    return "" if gain["is_clear"] else " ≈"
 
 
 def shown_command(config, ranks):
@@ -89,8 +91,7 @@ def shown_command(config, ranks):
 
 def finish(results):
     """Say where the results are. Raises UserError if a run failed because of a bug; skipped runs do not count."""
-    figure = f", {results.kind}.png" if (results.folder / f"{results.kind}.png").exists() else ""
-    print(f"{results}{figure}, and what each run printed")
+    print(f"{results}, and what each run printed")
     if failed := [row["name"] for row in results.rows if row["status"] == "failed"]:
         raise UserError(f"{len(failed)} of {len(results.rows)} runs failed: {', '.join(failed)}; the reasons are above")
 

@@ -65,7 +65,8 @@ def describe_gain(result):
 def time_to_loss(curves, target, results, path):
     """Validation loss against training time: for each rung the mean over its seeds, and a thin line for each seed.
 
-    curves: {rung: to_loss.Curve of each seed}, all with validations at the same steps. target: the loss to reach.
+    curves: {rung: to_loss.Curve of each seed}, those of a rung with validations at the same steps. target: the loss to
+    reach.
     """
     figure, (ax,) = new_figure(9, 5.2)
     for (name, seeds), color in zip(curves.items(), cycle(PALETTE)):

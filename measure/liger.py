@@ -77,17 +77,14 @@ def main():
 
 def use_liger_head():
     """In this process --fused_cross_entropy computes by Liger, outside of compiled graphs: PyTorch 2.15's Inductor does
-    not compile its torch.addmm with out_dtype."""
+    not compile its torch.addmm with out_dtype. The padding of the vocabulary counts."""
     from kernels import cross_entropy  # needs Triton
 
     @torch.compiler.disable
-    def fused_cross_entropy(x, weight, targets, vocab_size):
-        """As that of kernels.cross_entropy, but the padding of the vocabulary counts."""
-        if torch.is_autocast_enabled(x.device.type):
-            x = x.to(torch.get_autocast_dtype(x.device.type))
+    def mean_cross_entropy(summed, x, weight, targets, vocab_size):
         return liger_head(x.flatten(0, -2), weight, targets.flatten())
 
-    cross_entropy.fused_cross_entropy = fused_cross_entropy
+    cross_entropy.mean_cross_entropy = mean_cross_entropy
 
 
 def use_liger_layer_norm():

@@ -104,7 +104,8 @@ class Results:
         (self.folder / f"{self.kind}.md").write_text(text + "\n")
 
     def __str__(self):
-        return f"{self.folder}/ has {self.kind}.md and {self.kind}.json"
+        names = (f"{self.kind}.{ending}" for ending in ("md", "json", "png"))
+        return f"{self.folder}/ has {', '.join(name for name in names if (self.folder / name).exists())}"
 
 
 def read_result(path):

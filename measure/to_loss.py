@@ -75,9 +75,9 @@ def climb(config):
     config: a ToLossConfig. Raises UserError if the first recipe cannot run, or if a run failed.
     """
     recipes = choose_recipes(config)
-    for steps in (config.max_steps, *(recipe.get("max_steps", math.inf) for recipe in recipes.values())):
-        if steps <= SETTLING_STEPS:
-            raise UserError(f"--max_steps {steps}: the first {SETTLING_STEPS} steps only warm up; use more")
+    steps = min(recipe.get("max_steps", config.max_steps) for recipe in recipes.values())
+    if steps <= SETTLING_STEPS:
+        raise UserError(f"--max_steps {steps}: the first {SETTLING_STEPS} steps only warm up; use more")
     results, ranks = begin(config, "to_loss", COLUMNS), count_devices(config)
     curves, changes, target = {}, {}, config.target_loss
     for index, (name, recipe) in enumerate(recipes.items(), 1):

@@ -34,7 +34,7 @@ def test_liger_computes_the_same(monkeypatch):
     pytest.importorskip("liger_kernel")
     from kernels import cross_entropy  # needs Triton
 
-    for owner, name in ((nn.LayerNorm, "forward"), (cross_entropy, "fused_cross_entropy")):
+    for owner, name in ((nn.LayerNorm, "forward"), (cross_entropy, "mean_cross_entropy")):
         monkeypatch.setattr(owner, name, getattr(owner, name))  # restored after the test
     x = torch.randn(2, 64, 128, device="cuda", requires_grad=True)
     weight = (0.1 * torch.randn(384, 128, device="cuda")).requires_grad_()
