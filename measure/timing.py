@@ -12,6 +12,7 @@ from common.errors import UserError, first_line, is_out_of_memory
 from measure.child_run import OUT_OF_MEMORY
 from measure.results import Results, ResultsFlags
 from parallel.process_group import start_alone
+from watch.hardware import ask_nvidia_smi, gpu_facts
 
 WARM_UP = 3  # runs that are not measured
 LONGEST = 2.0  # seconds after which no further run is started
@@ -82,11 +83,11 @@ def mean_ms(device, function, count):
 
 
 def forward_and_backward(device, function, leaves, repeats):
-    """{forward_ms, backward_ms, peak_gb} of a function without arguments: medians, and peak_gb on a GPU, else None.
+    """{forward_ms, backward_ms, peak_gb, gpu} of a function without arguments. The times are medians.
 
     leaves: the tensors whose gradients backward computes. A result that needs no gradient has no backward, which then
-    takes 0 ms. peak_gb: GB (2**30) at the peak beyond those held before. On a GPU forward and backward each begin with
-    an L2 cache that holds none of their inputs.
+    takes 0 ms. peak_gb: GB (2**30) at the peak beyond those held before. gpu: clocks and power, as gpu_facts(). Both
+    are None on a CPU. On a GPU forward and backward each begin with an L2 cache that holds none of their inputs.
     """
     gpu = device.type == "cuda"
     flush = torch.empty(FLUSH_BYTES, dtype=torch.int8, device=device).zero_ if gpu else lambda: None
@@ -110,8 +111,12 @@ def forward_and_backward(device, function, leaves, repeats):
             del gradient
         del y
     peak_gb = (torch.cuda.max_memory_allocated(device) - before) / 2**30 if gpu else None
+    asked = ask_nvidia_smi(device)
+    while asked and asked.poll() is None:  # it answers while the GPU works
+        time_of(device, function)
     backward_ms = statistics.median(backward[WARM_UP:]) if backward else 0.0
-    return dict(forward_ms=statistics.median(forward[WARM_UP:]), backward_ms=backward_ms, peak_gb=peak_gb)
+    forward_ms = statistics.median(forward[WARM_UP:])
+    return dict(forward_ms=forward_ms, backward_ms=backward_ms, peak_gb=peak_gb, gpu=gpu_facts(asked))
 
 
 def time_all(kind, flags, device, cases, measure, unit, limit, note, passes=("forward", "backward")):
