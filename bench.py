@@ -78,7 +78,7 @@ def check_new(path):
 
 def time_steps(config, distributed, typed):
     # a warm-up would keep the weights near their random start, where the same kernels draw more power and so are slower
-    config = replace(config, warmup_steps=0, lr_schedule="constant", hellaswag_every=0)
+    config = replace(config, warmup_steps=0, batch_warmup_ratio=0.0, lr_schedule="constant", hellaswag_every=0)
     config, notes = resolve(config, distributed, free_memory(distributed), typed=typed)
     for line in note_lines(notes) if distributed.is_main else ():
         print(f"note       {line}")
@@ -95,7 +95,7 @@ def time_steps(config, distributed, typed):
         for step in progress(range(SETTLING_STEPS + config.steps), "steps"):
             if step == SETTLING_STEPS and config.record and distributed.is_main:
                 asked = ask_nvidia_smi(distributed.device)  # answers while the steps run
-            results.append(train_step(trainer, step, lambda: batch, StopSignal()))
+            results.append(train_step(trainer, step, lambda _: batch, StopSignal()))
     if distributed.is_main:
         measured = report(trainer, results)
         if config.record:

@@ -140,8 +140,8 @@ class Recipe:
     """AdamW's decay rate of the second moment."""
     adamw_lr: float = flag(3.6e-3, at_least=0, report=True)
     """With --optimizer muon: AdamW's peak learning rate, for embeddings, biases and LayerNorms; --lr is Muon's."""
-    momentum: float = flag(0.95, at_least=0, below=1, report=True)
-    """Muon's momentum."""
+    batch_warmup_ratio: float = flag(0.0, at_least=0, at_most=1, report=True, sweep="recipe")
+    """The share of all steps on small batches: a quarter, then half, at √¼ and √½ of the learning rates."""
     grad_clip: float = flag(1.0, at_least=0, report=True)
     """Clip the gradient to this norm; 0 is off."""
 
@@ -275,12 +275,13 @@ def resolve(config, distributed, free_memory=None, start=None, typed=None):
         raise UserError(f"--attention {new.attention} needs --flash: leave out --no_flash")
     new, notes = turn_off_unavailable(new, distributed)
     place.check(new, distributed, free_memory, notes)
-    if new.fp8 and (new.n_embd % 16 or new.micro_batch_size * new.seq_len % (16 * new.context)):
+    schedules.check_flags(new, distributed, notes)
+    smallest = schedules.micro_batches(0, new, distributed.data_size)[1]  # sequences
+    if new.fp8 and (new.n_embd % 16 or smallest * new.seq_len % (16 * new.context)):
         raise UserError(
-            f"--fp8 needs multiples of 16: n_embd is {new.n_embd}, and a micro-batch has {new.micro_batch_size} × "
+            f"--fp8 needs multiples of 16: n_embd is {new.n_embd}, and a micro-batch has {smallest} × "
             f"{new.seq_len // new.context} tokens on a rank"
         )
-    schedules.check_flags(new, notes)
     if new.cuda_graphs and "cuda_graphs" not in (typed or {}) and not small_micro_batch(new):
         new.cuda_graphs = False
         notes.append(Note("cuda_graphs", False, "micro-batches are so large that the GPU does not wait for the host"))

@@ -30,7 +30,7 @@ from kernels.attention import limit_sdpa
 from kernels.compile import compile_model
 from model import GPT
 from optim.optimizer import make_optimizer, update_if_finite
-from optim.schedules import accumulation_steps, set_learning_rates, steps_in_time
+from optim.schedules import batch_share, micro_batches, set_learning_rates, steps_in_time
 from optimizations import plan_switches, saved_operators
 from parallel import activation_checkpointing, gradients, memory, place, process_group
 from watch import plan, rollback
@@ -102,7 +102,7 @@ def build(config, distributed, weights=None, sizes=None):
     if config.fp8:
         from kernels import fp8  # needs Triton
 
-        fp8.convert(model, optimizer, targets=config.total_batch_size // distributed.world_size)
+        fp8.convert(model, optimizer, targets=batch_share(0, config) * config.total_batch_size / distributed.world_size)
     steps = model.accumulate if config.pipeline > 1 else accumulate
     monitor = RankMonitor(model, train_forward, config, distributed)
     return Trainer(config, distributed, model, forward, train_forward, steps, autocast, optimizer, scaler, monitor)
@@ -143,11 +143,11 @@ class StepResult:
 def train_step(trainer, step, next_batch, stop):
     """Forward and backward over the micro-batches of step `step`, clip, update: a StepResult. next_batch:
     Loader.next_batch. stop: a StopSignal. Raises Stopped as accumulate: no weight has changed."""
-    trainer.monitor.start_step()
     config, distributed, scaler = trainer.config, trainer.distributed, trainer.scaler
-    micro_steps = accumulation_steps(config, distributed.data_size)
+    micro_steps, size = micro_batches(step, config, distributed.data_size)
+    trainer.monitor.start_step(size)
     lr = set_learning_rates(trainer.optimizer, step, config)
-    loss = trainer.accumulate(trainer, next_batch, micro_steps, stop)
+    loss = trainer.accumulate(trainer, lambda: next_batch(size), micro_steps, stop)
     scaler.unscale_(trainer.optimizer)
     norm = gradients.clip(trainer.model, config.grad_clip)
     means = (value / distributed.world_size for value in (loss, norm, trainer.monitor.trained_seconds))
@@ -159,7 +159,7 @@ def train_step(trainer, step, next_batch, stop):
     scale = scaler.get_scale() if scaler.is_enabled() else None
     # fp16: GradScaler skips an update that overflows and halves its scale, which is normal until the scale is below 1
     finite = math.isfinite(mean_loss if scale and scale >= 1 else mean_loss + mean_norm)
-    tokens = config.total_batch_size
+    tokens = micro_steps * size * config.seq_len * distributed.data_size
     return StepResult(lr, mean_loss, mean_norm, tokens, finite, scale, trained, trainer.monitor.end_step(), own_ms)
 
 

@@ -145,8 +145,11 @@ class Loader:
         self._thread = ThreadPoolExecutor(1, **on_gpu)
         self._prefetched = collections.deque()
 
-    def next_batch(self):
-        """The next Batch. Raises UserError as TokenStream.read."""
+    def next_batch(self, sequences=None):
+        """The next Batch, of so many sequences; None: of as many as before. Raises UserError as TokenStream.read."""
+        if sequences not in (None, self.shape[0]):
+            self.shape = (sequences, self.shape[1])
+            self._prefetched.clear()
         size = self.shape[0] * self.shape[1]
         while len(self._prefetched) < self.PREFETCH:
             start = self.position + (len(self._prefetched) * self.data_size + self.rank) * size

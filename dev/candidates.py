@@ -21,7 +21,7 @@ import train_gpt2
 from common.errors import UserError, run
 from optim import optimizer as optimizers
 from optim import schedules
-from optim.muon import Muon, orthogonalize_parts, update_momentum
+from optim.muon import MOMENTUM, Muon, orthogonalize_parts, update_momentum
 
 # {name: (the value with the name alone, what it is)}
 CANDIDATES = {
@@ -32,7 +32,7 @@ CANDIDATES = {
     "cautious": (1.0, "cautious weight decay (arXiv 2510.12402): only where the update has the weight's sign"),
     "power": (1.2, "the learning rate's decay to this power"),
     "cooldown": (0.8, "the matrices' learning rate decays over this share of the steps"),
-    "momentum": (0.85, "momentum rises from this value to --momentum over the first tenth of the steps"),
+    "momentum": (0.85, "momentum rises from this value to Muon's over the first tenth of the steps"),
     "heads": (1.0, "q, k and v are orthogonalized for each head apart"),
     "projections": (0.5, "the learning rate of the MLP's second matrix, times this"),
     "zero": (0.0, "the first weights of the matrices that end in the residual stream, times this"),
@@ -41,7 +41,6 @@ CANDIDATES = {
     "positions": (2.0, "AdamW's learning rate for positions, times this"),
     "vectors": (4.0, "AdamW's learning rate for biases and LayerNorms, times this"),
     "vectors_beta2": (0.99, "AdamW's beta2 for biases and LayerNorms"),
-    "batch": (0.25, "a quarter of the batch for this share of the steps, half for as many more; lr times its root"),
 }
 HORIZON = 0.069  # share of all steps that the running mean of average is over
 ACTIVE = (0.1, 0.85)  # shares of the steps between which nesterov is active
@@ -72,9 +71,9 @@ class Screened(Muon):
         if self.found_inf.item() or self.matrices[0]["params"][0].grad is None:  # as Muon, but the host waits
             return
         if "momentum" in chosen:
-            low, high = chosen["momentum"], self.config.momentum
+            low = chosen["momentum"]
             for group in self.matrices:
-                group["momentum"] = low + (high - low) * min(1.0, progress / 0.1)
+                group["momentum"] = low + (MOMENTUM - low) * min(1.0, progress / 0.1)
         if "cooldown" in chosen:
             later = replace(self.config, cooldown_ratio=chosen["cooldown"])
             for group in self.matrices:
@@ -189,12 +188,6 @@ def make(chosen, model, config):
     return result
 
 
-def batch_share(step, config, chosen):
-    """Of --total_batch_size, the share that this step has."""
-    part = chosen.get("batch", 0.0) * config.max_steps
-    return 0.25 if step < part else 0.5 if step < 2 * part else 1.0
-
-
 def choose(text):
     """ "normuon,average=0.5" as {name: value}. "none": Muon as it is. Raises UserError for a bad name or value."""
     chosen = {}
@@ -219,21 +212,12 @@ def main():
     def make_optimizer(model, config):
         if config.optimizer != "muon" or dist.is_initialized():
             raise UserError("candidates need --optimizer muon, on one GPU")
-        quarter = config.total_batch_size // config.seq_len // 4  # sequences
-        if "batch" in chosen and quarter % config.micro_batch_size:
-            raise UserError(f"batch needs a --micro_batch_size that divides {quarter}")
         return make(chosen, model, config)
 
     def set_learning_rates(optimizer, step, config):
         if step != optimizer.steps:
             raise UserError(f"candidates begin at step 0, and this is step {step}: use another --run_name")
         return schedules.set_learning_rates(optimizer, step, config)
-
-    train_step = train_gpt2.train_step
-
-    def train_step_of_share(trainer, step, *arguments):
-        size = int(trainer.config.total_batch_size * batch_share(step, trainer.config, chosen))
-        return train_step(replace(trainer, config=replace(trainer.config, total_batch_size=size)), step, *arguments)
 
     evaluate = train_gpt2.evaluate_if_due
 
@@ -245,14 +229,14 @@ def main():
                 evaluate(run, stop)
 
     train_gpt2.make_optimizer, train_gpt2.set_learning_rates = make_optimizer, set_learning_rates
-    train_gpt2.evaluate_if_due, train_gpt2.train_step = evaluate_if_due, train_step_of_share
+    train_gpt2.evaluate_if_due = evaluate_if_due
     scheduled = schedules.learning_rate
 
     def learning_rate(step, config, peak):
         rate = scheduled(step, config, peak)
         if "power" in chosen and step >= config.warmup_steps:
             rate = peak * (rate / peak) ** chosen["power"]
-        return rate * math.sqrt(batch_share(step, config, chosen))
+        return rate
 
     schedules.learning_rate = learning_rate
     train_gpt2.main()

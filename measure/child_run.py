@@ -31,6 +31,7 @@ from measure.results import Results, data_sha256
 from parallel import memory, process_group
 from train_gpt2 import train
 
+OFF = (*INTERVALS, "batch_warmup_ratio")  # in short runs
 OUT_OF_MEMORY = "out of memory"
 # Imported once, by the process that the others are forked from; none touches the GPU
 PRELOAD = ["torch._inductor.compile_fx", "torch.distributed.checkpoint", "torch.distributed.tensor"]
@@ -48,7 +49,7 @@ def begin(config, kind, columns, typed=(), goes_on=True):
         raise UserError("--resume is for train_gpt2.py; --config RUN/flags.yaml measures with the flags of a run")
     if not config.demo:
         open_shards(config.data_dir, "train")
-    if unused := sorted({"max_steps", *INTERVALS}.intersection(typed)):
+    if unused := sorted({"max_steps", *OFF}.intersection(typed)):
         print(f"not used: --{', --'.join(unused)}; runs are short, and nothing is evaluated or saved")
     return Results(config, kind, torch.device(choose_device_type(config.device)), columns, goes_on)
 

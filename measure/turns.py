@@ -17,10 +17,10 @@ import torch
 from checkpoints import resume
 from common.errors import UserError
 from common.files import json_digest
-from config import INTERVALS, chosen_flags, resolve
+from config import chosen_flags, resolve
 from data.loader import Loader, open_streams
 from data.shards import dataset_name
-from measure.child_run import ChildRun, explain, run_config, shown_command
+from measure.child_run import OFF, ChildRun, explain, run_config, shown_command
 from parallel import memory, process_group
 from train_gpt2 import build, train_step
 from watch.hardware import ask_nvidia_smi, environment, flops_per_token, gpu_facts, mfu, peak_flops, peak_memory
@@ -89,7 +89,7 @@ def measure(config, ranks, results, name, seconds, steps, before=None, accumulat
     result, run, gain = dict(name=name, command=shown_command(config, ranks)), None, None
     try:
         output = results.folder / f"{name}.txt"
-        run = TimedRun(run_config(config, **dict.fromkeys(INTERVALS, 0)), ranks, output, accumulates, prepare)
+        run = TimedRun(run_config(config, **dict.fromkeys(OFF, 0)), ranks, output, accumulates, prepare)
         if before:
             gain = compare(before, run, seconds, steps)
         else:
@@ -166,7 +166,7 @@ def take_turns(accumulates, prepare, config, pipe):
     while True:
         steps, results = pipe.recv(), []
         if step:  # one micro-batch and an update take back the memory that the other run had
-            train_step(untimed, step, lambda: first_batch, stop)
+            train_step(untimed, step, lambda _: first_batch, stop)
             if device.type == "cuda":
                 torch.cuda.synchronize()
         for _ in range(steps):

@@ -34,6 +34,7 @@ COEFFICIENTS = tuple(
         (2.300652019954817, -1.6689039845747493, 0.4188073119525673),
     )
 )
+MOMENTUM = 0.95  # Muon's momentum: the decay rate of the mean of the gradients
 
 
 class Muon(torch.optim.Optimizer):
@@ -44,12 +45,12 @@ class Muon(torch.optim.Optimizer):
     both take similar learning rates (Liu et al. 2025, arXiv 2502.16982). Weight decay is decoupled, as in AdamW.
     """
 
-    def __init__(self, groups, adamw, compiled, momentum=0.95):
+    def __init__(self, groups, adamw, compiled):
         """groups: dictionaries with params (matrices of one shape), lr, its peak, weight_decay, and parts: the number
         of matrices, one above the other, that each parameter consists of. adamw: the AdamW for the rest; if its
         default `fused` is True, both read found_inf. compiled: torch.compile fuses the operations before and after the
-        GEMMs into one kernel for each weight. momentum: the decay rate of the mean of the gradients."""
-        super().__init__(groups, dict(momentum=momentum, fused=adamw.defaults["fused"]))
+        GEMMs into one kernel for each weight."""
+        super().__init__(groups, dict(momentum=MOMENTUM, fused=adamw.defaults["fused"]))
         self.matrices = list(self.param_groups)
         self.adamw = adamw
         self.param_groups += adamw.param_groups

@@ -39,7 +39,7 @@ def make_muon(model, config):
         dict(params=parameters, parts=parts, lr=config.lr, weight_decay=config.weight_decay, peak=config.lr)
         for (_, parts), parameters in matrices.items()
     ]
-    return Muon(groups, adamw, config.compile, config.momentum)
+    return Muon(groups, adamw, config.compile)
 
 
 def make_adamw(parameters, config, peak):

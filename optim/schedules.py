@@ -1,8 +1,8 @@
-"""Training recipes: sets of flags, and what the learning rate is at each step."""
+"""Training recipes: sets of flags, and what the learning rate and the batch size are at each step."""
 
 import math
 
-from common.errors import Note
+from common.errors import Note, UserError
 from optim.optimizer import optimizer_defaults
 
 # The defaults with --model tiny: it learns something on two CPU cores within three minutes
@@ -31,11 +31,12 @@ def recipe_defaults(flags):
     return small | optimizer_defaults(flags)
 
 
-def check_flags(config, notes):
+def check_flags(config, distributed, notes):
     """Note flags without effect, and a learning-rate warm-up that is longer than the run."""
+    if config.batch_warmup_ratio:
+        check_batch_warmup(config, distributed)
     for flag, other, value in (
         ("adamw_lr", "optimizer", "muon"),
-        ("momentum", "optimizer", "muon"),
         ("cooldown_ratio", "lr_schedule", "wsd"),
     ):
         if getattr(config, flag) != getattr(type(config), flag) and getattr(config, other) != value:
@@ -45,15 +46,35 @@ def check_flags(config, notes):
         notes.append(Note("warmup_steps", config.warmup_steps, reason))
 
 
+def check_batch_warmup(config, distributed):
+    """Raises UserError if the number of steps is not known, or the smaller batches are no whole micro-batches."""
+    if config.max_minutes:
+        raise UserError("--batch_warmup_ratio needs a number of steps: use --max_steps instead of --max_minutes")
+    ranks, size = distributed.data_size, config.micro_batch_size
+    quarter, odd = divmod(config.total_batch_size, 4 * config.seq_len * ranks)  # sequences of a rank
+    if odd or not quarter:
+        raise UserError(
+            f"--batch_warmup_ratio divides the batch by 4: --total_batch_size must be a multiple of "
+            f"{4 * config.seq_len * ranks} = 4 × {config.seq_len} tokens × {ranks}, and is {config.total_batch_size}"
+        )
+    if any(sequences % min(size, sequences) for sequences in (quarter, 2 * quarter)):
+        raise UserError(
+            f"--batch_warmup_ratio: --micro_batch_size {size} does not divide a quarter and half of the batch, "
+            f"{quarter} and {2 * quarter} sequences on each rank: use {math.gcd(size, quarter)}"
+        )
+
+
 def learning_rate(step, config, peak):
     """The learning rate of step `step` (from 0) for a peak rate: linear warm-up to the peak, then by lr_schedule.
 
     cosine and linear decay to min_lr_ratio * peak at max_steps. wsd (warm-up, stable, decay; Hu et al. 2024, "MiniCPM")
     stays at the peak, and decays linearly over the last cooldown_ratio of all steps. constant: the peak. With
-    max_minutes the warm-up is at most LONGEST_WARMUP of the steps that fit.
+    max_minutes the warm-up is at most LONGEST_WARMUP of the steps that fit. A step on a share s of the batch has √s
+    times the rate, since its gradient has 1/s times the variance (Krizhevsky 2014, arXiv 1404.5997, for SGD; Malladi et
+    al. 2022, arXiv 2205.10287, for Adam).
     GPT-3 (Brown et al. 2020, appendix B): linear warm-up over 375M tokens, cosine decay to 10%.
     """
-    warmup_steps = config.warmup_steps
+    warmup_steps, peak = config.warmup_steps, peak * math.sqrt(batch_share(step, config))
     if config.max_minutes:  # the steps are not known before the run; 715 may be all of them
         warmup_steps = min(warmup_steps, round(LONGEST_WARMUP * config.max_steps))
     if step < warmup_steps:
@@ -87,6 +108,30 @@ def set_learning_rates(optimizer, step, config):
     return learning_rate(step, config, config.lr)
 
 
+def batch_share(step, config):
+    """The share of total_batch_size that step `step` trains on. A quarter in the first half of batch_warmup_ratio, then
+    half: early gradients are large against their noise, so more steps gain more than less noise (McCandlish et al.
+    2018, arXiv 1812.06162)."""
+    quarter = 0.5 * config.batch_warmup_ratio * config.max_steps
+    return 0.25 if step < quarter else 0.5 if step < 2 * quarter else 1.0
+
+
+def full_batches(steps, config):
+    """The tokens of the first `steps` steps, over total_batch_size."""
+    quarter = math.ceil(0.5 * config.batch_warmup_ratio * config.max_steps)
+    half = math.ceil(config.batch_warmup_ratio * config.max_steps)
+    return steps - 0.25 * min(steps, quarter) - 0.5 * min(steps, half)
+
+
 def accumulation_steps(config, data_size):
-    """Micro-batches that each rank accumulates in a step, if the ranks compute data_size different ones at a time."""
+    """Micro-batches of a full batch that each rank accumulates, if the ranks compute data_size different ones at a
+    time."""
     return config.total_batch_size // (config.micro_batch_size * config.seq_len * data_size)
+
+
+def micro_batches(step, config, data_size):
+    """(micro-batches that each rank accumulates in step `step`, sequences in each): fewer than micro_batch_size where
+    all of a small batch are fewer."""
+    sequences = int(batch_share(step, config) * config.total_batch_size / (config.seq_len * data_size))
+    size = min(config.micro_batch_size, sequences)
+    return sequences // size, size

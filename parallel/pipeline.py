@@ -43,6 +43,8 @@ def check_flags(config, distributed):
         raise UserError(f"{why}, so --parallel {config.parallel} saves nothing: use zero2")
     if config.context > 1:
         raise UserError("--pipeline excludes --context: leave one of the two out")
+    if config.batch_warmup_ratio:
+        raise UserError("--pipeline excludes --batch_warmup_ratio: leave one of the two out")
 
 
 def check_micro_batches(config, distributed):

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from conftest import TINY, expect_error, metrics
 
 from common.errors import UserError
 from config import Config
@@ -37,7 +36,7 @@ def test_none_is_muon():
     torch.testing.assert_close(train("none"), train(None), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", [name for name in CANDIDATES if name not in ("power", "batch")])
+@pytest.mark.parametrize("name", [name for name in CANDIDATES if name != "power"])
 def test_each_candidate_changes_the_weights(name):
     plain, own = train("none"), train(name)
     assert own.isfinite().all() and not torch.allclose(own, plain)
@@ -52,17 +51,6 @@ def test_matrices_without_gradient_stay_finite():
         parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
     assert torch.nn.utils.parameters_to_vector(model.parameters()).isfinite().all()
-
-
-def test_the_batch_grows_and_the_rates_with_it(command, corpus, tmp_path):
-    flags = [*TINY, "--optimizer", "muon", "--warmup_steps", 0, "--lr_schedule", "constant", "--max_steps", 4]
-    flags += ["--data_dir", corpus, "--micro_batch_size"]
-    done = command("dev/candidates.py", "batch", *flags, 2, "--run_name", "grows")
-    assert done.returncode == 0, done.stderr
-    rows = [row for row in metrics(tmp_path / "log" / "grows") if "lr" in row]
-    assert [row["lr"] / 1e-3 for row in rows] == pytest.approx([0.5, 0.5**0.5, 1, 1])
-    assert [row["tokens"] for row in rows] == [32, 96, 224, 352]
-    expect_error(command("dev/candidates.py", "batch", *flags, 4), "batch needs a --micro_batch_size that divides 2")
 
 
 def test_bad_candidates_end_in_one_line():

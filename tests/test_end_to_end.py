@@ -179,6 +179,9 @@ def test_recipe_flags_reach_the_step(train):
     rows = [row for row in metrics(run) if "lr" in row]
     assert [row["lr"] for row in rows] == pytest.approx([5e-4, 1e-3, 1e-3, 5.5e-4])
     assert [row["tokens"] for row in rows] == [128, 256, 384, 512]
+    run = train("grows", "--max_steps", 8, "--micro_batch_size", 1, "--batch_warmup_ratio", 0.5)
+    assert re.search("training +8 steps, 704 tokens", (run / "output.txt").read_text())
+    assert [row["tokens"] for row in metrics(run) if "lr" in row] == [32, 64, 128, 192, 320, 448, 576, 704]
     clipped = train("clipped", "--grad_clip", 1e-9, "--weight_decay", 0, "--checkpoint_every", 3)
     unclipped = train("unclipped", "--grad_clip", 0, "--weight_decay", 0, "--checkpoint_every", 3)
     norms = [[row["grad_norm"] for row in metrics(r) if "lr" in row][0] for r in (clipped, unclipped)]

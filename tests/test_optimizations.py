@@ -93,7 +93,7 @@ def three_steps(**flags):
         tokens = torch.randint(SIZES.vocab_size - 1, shape, generator=generator)
         parts = iter(tokens.to(DEVICE).split(config.micro_batch_size))
 
-        def next_batch(parts=parts):
+        def next_batch(_, parts=parts):
             part = next(parts)
             return part[:, :-1].contiguous(), part[:, 1:].contiguous(), None
 

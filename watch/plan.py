@@ -1,9 +1,11 @@
 """The lines printed before the first step (the plan) and after the last one (the summary)."""
 
+import math
+
 from checkpoints.run_folder import checkpoints_of
 from common.cli import python_command
 from common.errors import UserError, first_line, word
-from optim.schedules import accumulation_steps
+from optim.schedules import accumulation_steps, full_batches
 from parallel import memory, place
 from watch.hardware import peak_memory
 
@@ -24,7 +26,8 @@ def print_plan(run, notes, switches):
     init = f"resumed from {start.resumed}" if start.resumed else f"{start.weights or 'scratch'}, seed {config.seed}"
     items = run.tasks.items if run.tasks else {}
     accumulated = accumulation_steps(config, distributed.data_size)
-    total = start.tokens + max(0, config.max_steps - start.step) * config.total_batch_size
+    batches = max(0, full_batches(config.max_steps, config) - full_batches(start.step, config))
+    total = start.tokens + round(batches * config.total_batch_size)
     amount = f"{count(config.max_steps, 'step')}, {total:,} tokens, {total / train_stream.total:.2f} epochs"
     if start.step >= config.max_steps:
         amount = f"none: at step {start.step:,} of {config.max_steps:,}"
@@ -35,6 +38,8 @@ def print_plan(run, notes, switches):
     sizes = f"{count(config.n_layer, 'layer')}, {count(config.n_head, 'head')}, {config.n_embd} wide"
     batch = f"{count(config.total_batch_size, 'token')} = {count(config.micro_batch_size, 'sequence')} × "
     batch += f"{count(config.seq_len, 'token')} × {accumulated} accumulated × {memory.data_ranks(distributed)}"
+    if config.batch_warmup_ratio:
+        batch += f"; smaller in the first {count(math.ceil(config.batch_warmup_ratio * config.max_steps), 'step')}"
     data = f"{count(len(train_stream.shards), 'train shard')}, {count(train_stream.total, 'token')}; "
     evaluated = val_stream.sequences(config.val_tokens, config.seq_len) * config.seq_len
     data += f"{len(val_stream.shards)} val, {evaluated:,} of {val_stream.total:,} tokens"

@@ -25,15 +25,16 @@ class RankMonitor:
     """Measures this rank's steps and passes its own times on to all ranks.
 
     An own time is in ms, from the step's start, data loading included, to the last gradient of backward. It is NaN
-    where it is not measured: in the first two steps, and without DDP. Models that are sharded or split by --tensor,
-    --context or --pipeline have collectives inside forward and backward, which make all ranks as slow as the slowest.
+    where it is not measured: in the first two steps of a micro-batch size, and without DDP. Models that are sharded, or
+    split by --tensor, --context or --pipeline, have collectives inside forward and backward, which make all ranks as
+    slow as the slowest.
     """
 
     def __init__(self, model, train_forward, config, distributed):
         """model: a GPT; train_forward: the same, in DDP or not; config: a resolved Config."""
-        self.trained_seconds = 0.0  # of the steps so far, but the first two of this process
+        self.trained_seconds = 0.0  # of this process's steps, but the first two of each new micro-batch size
         self.distributed = distributed
-        self._steps, self._marks = 0, {}
+        self._size, self._steps, self._marks = None, 0, {}  # _steps: with micro-batches of this size
         self._own_ms = math.nan  # of the last complete step
         if isinstance(train_forward, DistributedDataParallel) and config.context == 1:
             # backward ends with the embeddings. DDP reduces gradients on another stream, for which this one waits only
@@ -48,8 +49,10 @@ class RankMonitor:
             self._marks[name] = torch.cuda.Event(enable_timing=True)
             self._marks[name].record()
 
-    def start_step(self):
-        """Call this before the step's first batch is read."""
+    def start_step(self, size):
+        """Call this before the step's first batch is read. size: sequences of a micro-batch; a new one compiles."""
+        if size != self._size:
+            self._size, self._steps = size, 0
         self._began, self._marks = time.perf_counter(), {}
         self._mark("start")
 

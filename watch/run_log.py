@@ -16,6 +16,7 @@ from common.errors import UserError
 from common.files import atomic_write, write_json
 from config import Config, chosen_flags
 from data.shards import dataset_name
+from optim.schedules import full_batches
 from watch.hardware import environment, mfu, peak_flops, peak_memory
 from watch.ranks import slowest
 from watch.wandb_page import WandbPage
@@ -247,7 +248,10 @@ class RunLog:
             self._first_end = step, now
             return "time left unknown"
         first, end = self._first_end
-        return f"{tqdm.format_interval((now - end) / (step - first) * (self.config.max_steps - step - 1))} left"
+        begun, done, all_steps = (
+            full_batches(each, self.config) for each in (first + 1, step + 1, self.config.max_steps)
+        )
+        return f"{tqdm.format_interval((now - end) / (done - begun) * (all_steps - done))} left"
 
 
 def parse_log_line(line):

@@ -120,6 +120,14 @@ def test_a_loader_begins_at_any_position(corpus):
     assert not torch.equal(beyond, x[: 2 * 24])
 
 
+def test_micro_batches_may_grow(corpus):
+    x, _, _ = collect(corpus, 24, 1, 1)
+    loader = Loader(TokenStream(open_shards(corpus, "train"), seed=1, shuffle=True), 2, 16, ALONE)
+    sizes = (2, 2, 4, 4, 12)
+    batches = [loader.next_batch(size).inputs for size in sizes]
+    assert [len(batch) for batch in batches] == list(sizes) and torch.equal(torch.cat(batches), x)
+
+
 def test_an_error_in_the_thread_reaches_next_batch(corpus, monkeypatch):
     loader = Loader(TokenStream(open_shards(corpus, "train")), 2, 16, ALONE)
     monkeypatch.setattr(loader.stream, "read", lambda *_: (_ for _ in ()).throw(OSError("the disk is gone")))

@@ -8,7 +8,7 @@ from measure.to_loss import Curve, cells, note, p_value, reach, read_curve, summ
 
 
 def test_a_curve_counts_training_steps_alone(tmp_path):
-    """The first steps, which compile, count as the median of the others."""
+    """The first steps, which compile, count as the median of the others, token by token."""
     rows = [dict(step=0, tokens=0, val_loss=9.0)]
     rows += [dict(step=step, tokens=100 * (step + 1), step_ms=5000 if step == 0 else 200) for step in range(8)]
     rows += [dict(step=8, tokens=800, val_loss=5.0), dict(step=8, tokens=800, samples=[""])]

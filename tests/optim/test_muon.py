@@ -43,8 +43,9 @@ def is_matrix(name):
 def test_updates_are_those_of_pytorchs_muon_and_adamw(monkeypatch):
     """Where both do the same: q, k and v together, and torch.optim.Muon's coefficients."""
     monkeypatch.setattr("optim.muon.COEFFICIENTS", JORDAN)
+    monkeypatch.setattr("optim.muon.MOMENTUM", 0.9)
     ours, reference = tiny(), tiny()
-    config = Config(optimizer="muon", lr=0.02, adamw_lr=0.01, weight_decay=0.5, momentum=0.9, compile=False)
+    config = Config(optimizer="muon", lr=0.02, adamw_lr=0.01, weight_decay=0.5, compile=False)
     matrices = [parameter for name, parameter in reference.named_parameters() if is_matrix(name)]
     others = [parameter for name, parameter in reference.named_parameters() if not is_matrix(name)]
     muon = torch.optim.Muon(matrices, 0.02, weight_decay=0.5, momentum=0.9, adjust_lr_fn="match_rms_adamw")
@@ -69,10 +70,11 @@ def test_updates_are_those_of_pytorchs_muon_and_adamw(monkeypatch):
         assert (weight - expected).norm() < 0.01 * change.norm(), name  # bf16 rounds
 
 
-def test_query_key_and_value_are_orthogonalized_apart():
+def test_query_key_and_value_are_orthogonalized_apart(monkeypatch):
+    monkeypatch.setattr("optim.muon.MOMENTUM", 0.0)
     model = tiny()
     name, weight = next((n, p) for n, p in model.named_parameters() if n.endswith("c_attn.weight"))
-    config = Config(optimizer="muon", lr=1.0, weight_decay=0.0, momentum=0.0, compile=False)
+    config = Config(optimizer="muon", lr=1.0, weight_decay=0.0, compile=False)
     optimizer = make_optimizer(model, config)
     before = weight.detach().clone()
     for _ in with_gradients(model, 1):

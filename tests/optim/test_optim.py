@@ -1,14 +1,17 @@
+import contextlib
 import copy
 import typing
 
 import pytest
 import torch
 
+from common.errors import UserError
 from config import Config
 from model import GPT, GPTConfig
 from optim.optimizer import OPTIMIZERS, make_optimizer, named_state, update_if_finite
-from optim.schedules import learning_rate
+from optim.schedules import check_flags, full_batches, learning_rate, micro_batches
 from parallel import gradients
+from parallel.process_group import Distributed
 
 
 def tiny():
@@ -42,6 +45,42 @@ def test_linear_decay_and_a_cooldown():
     assert [learning_rate(step, config, 1.0) for step in (10, 60, 80, 100)] == pytest.approx([1, 1, 0.55, 0.1])
     config.cooldown_ratio = 1.0  # it begins after the warm-up
     assert learning_rate(55, config, 1.0) == pytest.approx(0.55)
+
+
+@pytest.mark.parametrize(("ratio", "steps"), [(0.0, 10), (0.5, 16), (0.5, 15), (0.3, 11), (1.0, 7)])
+def test_the_batch_grows(ratio, steps):
+    config = Config(micro_batch_size=16, seq_len=32, total_batch_size=32 * 32 * 2, max_steps=steps)  # on two ranks
+    config.batch_warmup_ratio, sequences = ratio, []
+    for step in range(steps):
+        count, size = micro_batches(step, config, 2)
+        assert (count, size) in ((1, 8), (1, 16), (2, 16))  # a small batch is one smaller micro-batch
+        sequences.append(count * size)
+        assert full_batches(step + 1, config) == sum(sequences) / 32
+    assert sequences == sorted(sequences)
+    few = [sequences.count(size) for size in (8, 16)]
+    assert few == pytest.approx([ratio * steps / 2] * 2, abs=1)
+    config.warmup_steps = 0
+    config.lr_schedule = "constant"
+    rates = [learning_rate(step, config, 1.0) for step in range(steps)]
+    assert rates == pytest.approx([(size / 32) ** 0.5 for size in sequences])
+
+
+@pytest.mark.parametrize(
+    ("total", "size", "minutes", "error"),
+    [
+        (32, 8, None, None),
+        (32, 16, None, None),
+        (24, 6, None, None),
+        (24, 8, None, "8 does not divide a quarter and half of the batch, 6 and 12 sequences on each rank: use 2"),
+        (2, 2, None, "must be a multiple of 4096 = 4 × 1024 tokens × 1, and is 2048"),
+        (32, 8, 5, "use --max_steps instead of --max_minutes"),
+    ],
+)
+def test_small_batches_are_whole_micro_batches(total, size, minutes, error):
+    """24 sequences: one micro-batch of 6, then 12, which 8 do not divide. 2 sequences have no quarter."""
+    config = Config(micro_batch_size=size, total_batch_size=total * 1024, batch_warmup_ratio=0.5, max_minutes=minutes)
+    with pytest.raises(UserError, match=error) if error else contextlib.nullcontext():
+        check_flags(config, Distributed(0, 1, torch.device("cpu")), [])
 
 
 def test_gpt3s_own_numbers_are_the_defaults():

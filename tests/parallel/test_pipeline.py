@@ -51,7 +51,7 @@ for step in range(10):
     norm = torch.nn.utils.clip_grad_norm_(whole.model.parameters(), 1.0)
     whole.optimizer.step()
     whole.optimizer.zero_grad()
-    result = train_step(stages, step, iter(batches).__next__, StopSignal())
+    result = train_step(stages, step, lambda _, batches=iter(batches): next(batches), StopSignal())
     assert result.finite and result.tokens == 64
     expected = [sum(losses).item(), norm.item()]
     torch.testing.assert_close([result.loss, result.grad_norm], expected, rtol=1e-5, atol=0)
@@ -148,6 +148,7 @@ def test_flags_that_do_not_fit_are_refused_in_one_line():
         (16, dict(pipeline=16), "--pipeline 16: 12 blocks and the head fill 13 stages"),
         (4, dict(pipeline=2, parallel="zero3"), "--parallel zero3 saves nothing: use zero2"),
         (4, dict(pipeline=2, context=2), "--pipeline excludes --context"),
+        (2, dict(pipeline=2, batch_warmup_ratio=0.5), "--pipeline excludes --batch_warmup_ratio"),
         (2, dict(pipeline=2, autocast="fp16"), "needs --parallel ddp, not --pipeline 2"),
         (2, dict(few, micro_batch_size=4), "needs 2 micro-batches or more in a step, not 1: use "),
         (2, dict(few, micro_batch_size=4), "use a smaller --micro_batch_size"),

@@ -17,7 +17,7 @@ import train_gpt2
 from watch.ranks import RankMonitor
 rank, steps = int(os.environ["RANK"]), 0
 class SlowLoader(train_gpt2.Loader):
-    def next_batch(self):
+    def next_batch(self, sequences):
         global steps
         steps += 1
         while rank == 1 and steps > 2 and not os.path.exists(f"step{steps}"):
@@ -25,7 +25,7 @@ class SlowLoader(train_gpt2.Loader):
         if rank == 1 and steps > 2:
             with open(f"step{steps}") as file:
                 time.sleep(1.25 * float(file.read()))
-        return super().next_batch()
+        return super().next_batch(sequences)
 def mark(self, name, real=RankMonitor._mark, gradients=[]):
     real(self, name)
     gradients.append((name, steps))
