@@ -57,9 +57,8 @@ def start(steps, distributed, folder):
     """A running profiler of `steps` steps."""
     # Kineto logs its start and stop at level 5, errors at 4; gpu_seconds() raises an error if the trace has no kernel
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    if distributed.device.type == "cuda":
-        activities.append(torch.profiler.ProfilerActivity.CUDA)
+    kinds = torch.profiler.ProfilerActivity
+    activities = [kinds.CPU, kinds.CUDA] if distributed.device.type == "cuda" else [kinds.CPU]
     profile = torch.profiler.profile(
         activities=activities,
         schedule=torch.profiler.schedule(wait=SETTLING_STEPS - 1, warmup=1, active=steps, repeat=1),
@@ -78,8 +77,7 @@ class MemorySnapshot:
     """
 
     def __init__(self, steps, folder):
-        self.steps, self.path = steps, folder / "memory_snapshot.pickle"
-        self._done = 0
+        self.steps, self.path, self._done = steps, folder / "memory_snapshot.pickle", 0
 
     def stop(self):
         torch.cuda.memory._record_memory_history(enabled=None)
@@ -95,8 +93,7 @@ class MemorySnapshot:
 
 
 def report(profile, steps, distributed, folder):
-    """Write a profile's files and print its table: ms a step and share of the time of each category, the largest
-    first. A collective."""
+    """Write a profile's files and print its table, the largest category first. A collective."""
     if profile.step_num < SETTLING_STEPS + steps:
         if distributed.is_main:
             print("the run has ended among the steps of --profile: there is no profile")
@@ -154,13 +151,11 @@ def gpu_seconds(events):
     """(total, by category): seconds from the first traced step's start to the last one's end, and a Counter.
 
     Communication counts only while no other kernel runs, so that the categories and IDLE add up to the total, unless
-    kernels of several streams overlap.
-    Raises UserError if no kernel was traced.
+    kernels of several streams overlap. Raises UserError if no kernel was traced.
     """
     marks = [e for e in events if e.get("cat") == "user_annotation" and e["name"].startswith("ProfilerStep#")]
     begin, end = min(e["ts"] for e in marks), max(e["ts"] + e["dur"] for e in marks)  # µs
-    seconds = Counter()
-    computation, communication = [], []  # intervals
+    seconds, computation, communication = Counter(), [], []  # lists of intervals
     for event in events:
         if event.get("cat") not in ("kernel", "gpu_memcpy", "gpu_memset"):
             continue
