@@ -17,8 +17,8 @@ The alternatives, ring attention (Liu et al. 2023) and all-gathered keys and val
 3.3.2), allow more ranks than heads. But GPT-2 has as many heads of keys and values as of queries: a rank would receive
 2C numbers for every token of the other ranks, where the all-to-alls bring 4C/N. PyTorch's experimental
 context_parallel, a ring, replaces F.scaled_dot_product_attention, which flash4, the default on Hopper, triton and
---mask_documents do not call. By default it gives each rank tokens from both ends of a sequence, where the model computes
-positions from adjacent ones, and it has no kernels for CPUs.
+--mask_documents do not call. By default it gives each rank tokens from both ends of a sequence, while the model
+computes positions from adjacent ones. It has no kernels for CPUs.
 
 Each rank's loss is the mean over its own tokens. Gradients are averaged over these ranks too, by DDP or FSDP, as over
 ranks with other sequences: the mean over all tokens. Without gradients (validation, HellaSwag, samples) nothing is
