@@ -153,8 +153,8 @@ class Curve(NamedTuple):
 
 
 def read_curve(folder, max_steps):
-    """The Curve of a run's folder. The first steps, and the first ones of another batch size, include compilation:
-    their time is the median time per token of all steps, times their tokens.
+    """The Curve of a run's folder. The first steps of each batch size include compilation: their time is the median of
+    the steps of that size.
 
     Raises UserError if metrics.jsonl lacks one of the run's max_steps steps, or the validation after the last one.
     """
@@ -163,10 +163,10 @@ def read_curve(folder, max_steps):
     if len(steps) != max_steps or not any("val_loss" in row for row in rows if row["step"] == max_steps):
         raise UserError(f"{folder}/metrics.jsonl lacks lines: delete {folder}.json, and the run is trained again")
     tokens = [row["tokens"] - before["tokens"] for before, row in pairwise([dict(tokens=0), *steps])]
-    usual = statistics.median(row["step_ms"] / size for row, size in zip(steps, tokens))
+    times = [row["step_ms"] for row in steps]
     for i, (row, size) in enumerate(zip(steps, tokens)):
         if i < SETTLING_STEPS or size != tokens[i - SETTLING_STEPS]:
-            row["step_ms"] = usual * size
+            row["step_ms"] = statistics.median(ms for ms, own in zip(times, tokens) if own == size)
     curve, seconds = Curve([], [], []), 0.0
     for row in rows:
         seconds += row.get("step_ms", 0) / 1000

@@ -8,18 +8,21 @@ from measure.to_loss import Curve, cells, note, p_value, reach, read_curve, summ
 
 
 def test_a_curve_counts_training_steps_alone(tmp_path):
-    """The first steps, which compile, count as the median of the others, token by token."""
-    rows = [dict(step=0, tokens=0, val_loss=9.0)]
-    rows += [dict(step=step, tokens=100 * (step + 1), step_ms=5000 if step == 0 else 200) for step in range(8)]
-    rows += [dict(step=8, tokens=800, val_loss=5.0), dict(step=8, tokens=800, samples=[""])]
+    """The first steps of each batch size, which compile, count as the median of the steps of that size."""
+    rows, tokens = [dict(step=0, tokens=0, val_loss=9.0)], 0
+    for step in range(16):
+        first, size, ms = (5000, 50, 120) if step < 8 else (4000, 100, 200)
+        tokens += size
+        rows.append(dict(step=step, tokens=tokens, step_ms=first if step % 8 == 0 else ms))
+    rows += [dict(step=16, tokens=tokens, val_loss=5.0), dict(step=16, tokens=tokens, samples=[""])]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    curve = read_curve(tmp_path, 8)
-    assert curve.tokens == [0, 800] and curve.losses == [9.0, 5.0] and curve.seconds == pytest.approx([0, 1.6])
+    curve = read_curve(tmp_path, 16)
+    assert curve.tokens == [0, 1200] and curve.losses == [9.0, 5.0] and curve.seconds == pytest.approx([0, 2.56])
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines(keepends=True)
-    for count in (1, 5, 9):  # no step has a usual time; too few of them; the last validation is missing
+    for count in (1, 5, 17):  # no step; too few of them; the last validation is missing
         (tmp_path / "metrics.jsonl").write_text("".join(lines[:count]))
         with pytest.raises(UserError, match=f"metrics.jsonl lacks lines: delete {tmp_path}.json"):
-            read_curve(tmp_path, 8)
+            read_curve(tmp_path, 16)
 
 
 def test_a_loss_is_reached_between_two_validations():
