@@ -4,6 +4,7 @@ A client sends a command line, folder, environment and standard streams; the ser
 when it has ended, with its status. A client that goes away takes its fork with it, as does the end of the tests.
 """
 
+import contextlib
 import json
 import os
 import select
@@ -48,7 +49,8 @@ class Fork:
 
     def send_signal(self, number):
         if self.poll() is None:
-            os.kill(self.pid, number)
+            with contextlib.suppress(ProcessLookupError):  # as subprocess.Popen: it ended meanwhile
+                os.kill(self.pid, number)
 
     def kill(self):
         self.send_signal(signal.SIGKILL)
