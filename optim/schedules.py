@@ -54,7 +54,7 @@ def check_batch_warmup(config, distributed):
     quarter, odd = divmod(config.total_batch_size, 4 * config.seq_len * ranks)  # sequences of a rank
     if odd or not quarter:
         raise UserError(
-            f"--batch_warmup_ratio divides the batch by 4: --total_batch_size must be a multiple of "
+            "--batch_warmup_ratio divides the batch by 4: --total_batch_size must be a multiple of "
             f"{4 * config.seq_len * ranks} = 4 × {config.seq_len} tokens × {ranks}, and is {config.total_batch_size}"
         )
     if any(sequences % min(size, sequences) for sequences in (quarter, 2 * quarter)):
@@ -108,24 +108,28 @@ def set_learning_rates(optimizer, step, config):
     return learning_rate(step, config, config.lr)
 
 
+def batch_warmup_ends(config):
+    """(the first step on half of the batch, the first on all of it) with batch_warmup_ratio."""
+    steps = config.batch_warmup_ratio * config.max_steps
+    return math.ceil(0.5 * steps), math.ceil(steps)
+
+
 def batch_share(step, config):
     """The share of total_batch_size that step `step` trains on. A quarter in the first half of batch_warmup_ratio, then
     half: early gradients are large against their noise, so more steps gain more than less noise (McCandlish et al.
     2018, arXiv 1812.06162)."""
-    quarter = 0.5 * config.batch_warmup_ratio * config.max_steps
-    return 0.25 if step < quarter else 0.5 if step < 2 * quarter else 1.0
+    quarter, half = batch_warmup_ends(config)
+    return 0.25 if step < quarter else 0.5 if step < half else 1.0
 
 
 def full_batches(steps, config):
     """The tokens of the first `steps` steps, over total_batch_size."""
-    quarter = math.ceil(0.5 * config.batch_warmup_ratio * config.max_steps)
-    half = math.ceil(config.batch_warmup_ratio * config.max_steps)
+    quarter, half = batch_warmup_ends(config)
     return steps - 0.25 * min(steps, quarter) - 0.5 * min(steps, half)
 
 
 def accumulation_steps(config, data_size):
-    """Micro-batches of a full batch that each rank accumulates, if the ranks compute data_size different ones at a
-    time."""
+    """Micro-batches of a full batch that a rank accumulates: data_size ranks compute different ones at a time."""
     return config.total_batch_size // (config.micro_batch_size * config.seq_len * data_size)
 
 

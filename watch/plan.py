@@ -1,11 +1,9 @@
 """The lines printed before the first step (the plan) and after the last one (the summary)."""
 
-import math
-
 from checkpoints.run_folder import checkpoints_of
 from common.cli import python_command
 from common.errors import UserError, first_line, word
-from optim.schedules import accumulation_steps, full_batches
+from optim.schedules import accumulation_steps, batch_warmup_ends, full_batches
 from parallel import memory, place
 from watch.hardware import peak_memory
 
@@ -39,7 +37,7 @@ def print_plan(run, notes, switches):
     batch = f"{count(config.total_batch_size, 'token')} = {count(config.micro_batch_size, 'sequence')} × "
     batch += f"{count(config.seq_len, 'token')} × {accumulated} accumulated × {memory.data_ranks(distributed)}"
     if config.batch_warmup_ratio:
-        batch += f"; smaller in the first {count(math.ceil(config.batch_warmup_ratio * config.max_steps), 'step')}"
+        batch += f"; smaller in the first {count(batch_warmup_ends(config)[1], 'step')}"
     data = f"{count(len(train_stream.shards), 'train shard')}, {count(train_stream.total, 'token')}; "
     evaluated = val_stream.sequences(config.val_tokens, config.seq_len) * config.seq_len
     data += f"{len(val_stream.shards)} val, {evaluated:,} of {val_stream.total:,} tokens"
