@@ -50,7 +50,7 @@ class Muon(torch.optim.Optimizer):
         of matrices, one above the other, that each parameter consists of. adamw: the AdamW for the rest; if its
         default `fused` is True, both read found_inf. compiled: torch.compile fuses the operations before and after the
         GEMMs into one kernel for each weight."""
-        super().__init__(groups, dict(momentum=MOMENTUM, fused=adamw.defaults["fused"]))
+        super().__init__(groups, dict(fused=adamw.defaults["fused"]))
         self.matrices = list(self.param_groups)
         self.adamw = adamw
         self.param_groups += adamw.param_groups
@@ -82,7 +82,7 @@ class Muon(torch.optim.Optimizer):
             for weight, direction in zip(weights, directions):
                 gradient, momentum = local(weight.grad), local(self.state[weight]["momentum_buffer"])
                 flat = gradient.reshape(-1), momentum.view(-1), direction.view(-1)
-                self.update_momentum(*flat, skip, group["momentum"])
+                self.update_momentum(*flat, skip, MOMENTUM)
             if mesh and "tensor" in mesh.mesh_dim_names:
                 updates = update_split(directions, weights[0], group["parts"])
             else:
