@@ -96,15 +96,15 @@ def build(config, distributed, weights=None, sizes=None):
     forward = compile_model(model, config) if config.pipeline == 1 else model
     # cuda_graphs: small micro-batches, for whose kernels the GPU would wait, are launched as a whole
     graphed = compile_model(model, config, graphs=True) if config.cuda_graphs else forward
+    monitor = RankMonitor(distributed)
     # ddp: each rank has all weights and a share of the batch; the last backward averages gradients over the ranks
-    train_forward = gradients.wrap_ddp(graphed, config, distributed)
+    train_forward = gradients.wrap_ddp(graphed, config, distributed, monitor.begin_averaging)
     # fp8: the blocks' GEMMs in 8 bits, at twice the rate. The modules change in place, before the first call compiles
     if config.fp8:
         from kernels import fp8  # needs Triton
 
         fp8.convert(model, optimizer, targets=batch_share(0, config) * config.total_batch_size / distributed.world_size)
     steps = model.accumulate if config.pipeline > 1 else accumulate
-    monitor = RankMonitor(model, train_forward, config, distributed)
     return Trainer(config, distributed, model, forward, train_forward, steps, autocast, optimizer, scaler, monitor)
 
 

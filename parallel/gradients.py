@@ -4,7 +4,7 @@ import contextlib
 
 import torch
 import torch.distributed as dist
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook, bf16_compress_hook
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
@@ -15,10 +15,11 @@ from parallel.fsdp import is_sharded
 from parallel.pipeline import Pipeline
 
 
-def wrap_ddp(model, config, distributed):
+def wrap_ddp(model, config, distributed, begin_averaging):
     """The model, compiled or not, with its gradients averaged over the ranks in backward.
 
-    Returns the model itself on one rank and for a model that FSDP shards.
+    begin_averaging() is called before each all-reduce of a bucket. Returns the model itself on one rank and for a model
+    that FSDP shards.
     """
     if distributed.world_size == 1 or is_sharded(config):
         return model
@@ -29,8 +30,13 @@ def wrap_ddp(model, config, distributed):
     # rest of backward. Each split adds passes over memory. https://docs.pytorch.org/docs/stable/notes/ddp.html
     torch._dynamo.config.optimize_ddp = config.overlap_gradients
     # bf16_gradients: the all-reduce sends half the bytes
-    if config.bf16_gradients:
-        ddp.register_comm_hook(None, bf16_compress_hook)
+    average = bf16_compress_hook if config.bf16_gradients else allreduce_hook
+
+    def begin(group, bucket):
+        begin_averaging()
+        return average(group, bucket)
+
+    ddp.register_comm_hook(None, begin)
     return ddp
 
 

@@ -139,19 +139,14 @@ COUNT_REDUCTIONS = """
 import os
 import time
 import torch.distributed as dist
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 import train_gpt2
 from parallel import gradients
 count = 0
-def hook(group, bucket):
+def hook(group, bucket, allreduce_hook=gradients.allreduce_hook):
     global count
     count += bucket.is_last()
     return allreduce_hook(group, bucket)
-def wrap(*args, wrap=gradients.wrap_ddp):
-    ddp = wrap(*args)
-    ddp.register_comm_hook(None, hook)
-    return ddp
-gradients.wrap_ddp = wrap
+gradients.allreduce_hook = hook
 train_gpt2.main()
 def gloo_threads():
     for task in os.listdir("/proc/self/task"):

@@ -15,7 +15,6 @@ import time
 from types import SimpleNamespace
 
 import torch
-from torch.nn.parallel import DistributedDataParallel
 
 BEHIND = 0.02  # a rank whose own time is this much above the others' median is named on the step line
 SETTLING = 2  # steps that are not measured: the first compiles, and in the second DDP broadcasts its buckets' order
@@ -24,23 +23,17 @@ SETTLING = 2  # steps that are not measured: the first compiles, and in the seco
 class RankMonitor:
     """Measures this rank's steps and passes its own times on to all ranks.
 
-    An own time is in ms, from the step's start, data loading included, to the last gradient of backward. It is NaN
-    where it is not measured: in the first two steps of a micro-batch size, and without DDP. Models that are sharded, or
-    split by --tensor, --context or --pipeline, have collectives inside forward and backward, which make all ranks as
-    slow as the slowest.
+    An own time is in ms, from the step's start, data loading included, to DDP's first all-reduce of gradients: from
+    then on DDP makes the GPU wait after each bucket. It is NaN where it is not measured: in the first two steps of a
+    micro-batch size, and without DDP. Models that are sharded, or split by --tensor, --context or --pipeline, have
+    collectives inside forward and backward, which make all ranks as slow as the slowest.
     """
 
-    def __init__(self, model, train_forward, config, distributed):
-        """model: a GPT; train_forward: the same, in DDP or not; config: a resolved Config."""
+    def __init__(self, distributed):
         self.trained_seconds = 0.0  # of this process's steps, but the first two of each new micro-batch size
         self.distributed = distributed
         self._size, self._steps, self._marks = None, 0, {}  # _steps: with micro-batches of this size
         self._own_ms = math.nan  # of the last complete step
-        if isinstance(train_forward, DistributedDataParallel) and config.context == 1:
-            # backward ends with the embeddings. DDP reduces gradients on another stream, for which this one waits only
-            # after the last gradient, so an overlapping all-reduce does not count.
-            for embedding in (model.transformer.wte, model.transformer.wpe):
-                embedding.weight.register_post_accumulate_grad_hook(lambda _: self._mark("gradient"))
 
     def _mark(self, name):
         """Keep a point in this device's time. On a GPU it is an event: the host does not wait."""
@@ -56,6 +49,11 @@ class RankMonitor:
         self._began, self._marks = time.perf_counter(), {}
         self._mark("start")
 
+    def begin_averaging(self):
+        """Call this before each of DDP's all-reduces of gradients."""
+        if self.distributed.context == 1 and "gradients" not in self._marks:
+            self._mark("gradients")
+
     def report(self):
         """(ranks,) float64, to be summed over the ranks: this rank's own time of the step before in its place, zeros
         elsewhere. This step's time is known only after the host has waited for the norm."""
@@ -68,8 +66,8 @@ class RankMonitor:
     def end_step(self):
         """Seconds of this step. Call it after the host has waited for the all-reduce of report()."""
         self._own_ms = math.nan
-        if "gradient" in self._marks and self._steps >= SETTLING:
-            start, end = self._marks["start"], self._marks["gradient"]
+        if "gradients" in self._marks and self._steps >= SETTLING:
+            start, end = self._marks["start"], self._marks["gradients"]
             gpu = self.distributed.device.type == "cuda"
             self._own_ms = start.elapsed_time(end) if gpu else 1000 * (end - start)
         seconds = time.perf_counter() - self._began

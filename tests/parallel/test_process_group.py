@@ -86,15 +86,17 @@ def test_overlapped_gradients_split_the_compiled_graph(group, overlap):
     config, count = Config(overlap_gradients=overlap), CompileCounter()
     model = GPT(GPTConfig(seq_len=8, vocab_size=301, n_layer=2, n_head=2, n_embd=128))
     compiled = torch.compile(model, backend=count, dynamic=False)
-    wrapped = gradients.wrap_ddp(compiled, config, process_group.Distributed(0, 2, torch.device("cpu")))
+    ranks, begun = process_group.Distributed(0, 2, torch.device("cpu")), []
+    wrapped = gradients.wrap_ddp(compiled, config, ranks, lambda: begun.append(True))
     with gradients.accumulation(SimpleNamespace(model=model, train_forward=wrapped, config=config), last=True):
         wrapped(*torch.randint(301, (2, 2, 8))).backward()
-    assert (count.frame_count > 1) == overlap  # DDP's first bucket has 1 MB
+    assert begun and (count.frame_count > 1) == overlap  # DDP's first bucket has 1 MB
 
 
 def test_gradients_of_ddp_are_kept_in_its_buckets_alone(group):
     model = torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.Linear(5, 2))
-    wrapped = gradients.wrap_ddp(model, Config(compile=False), process_group.Distributed(0, 2, torch.device("cpu")))
+    ranks = process_group.Distributed(0, 2, torch.device("cpu"))
+    wrapped = gradients.wrap_ddp(model, Config(compile=False), ranks, lambda: None)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     places = []
     trainer = SimpleNamespace(model=model, train_forward=wrapped, optimizer=optimizer, config=Config(cuda_graphs=False))

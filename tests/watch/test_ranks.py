@@ -26,12 +26,11 @@ class SlowLoader(train_gpt2.Loader):
             with open(f"step{steps}") as file:
                 time.sleep(1.25 * float(file.read()))
         return super().next_batch(sequences)
-def mark(self, name, real=RankMonitor._mark, gradients=[]):
+def mark(self, name, real=RankMonitor._mark):
     real(self, name)
-    gradients.append((name, steps))
-    if rank == 0 and name == "gradient" and gradients.count((name, steps)) == 2:  # of both embeddings: the end
+    if rank == 0 and name == "gradients":
         with open("own", "w") as file:
-            file.write(str(self._marks["gradient"] - self._marks["start"]))
+            file.write(str(self._marks["gradients"] - self._marks["start"]))
         os.rename("own", f"step{steps}")
 train_gpt2.Loader, RankMonitor._mark = SlowLoader, mark
 train_gpt2.main()
