@@ -26,7 +26,7 @@ def wrap_ddp(model, config, distributed, begin_averaging):
     device_ids = [distributed.device.index] if distributed.device.type == "cuda" else None
     # gradient_as_bucket_view: gradients are views of the communication buckets, which saves one copy of all gradients
     ddp = DistributedDataParallel(model, device_ids=device_ids, gradient_as_bucket_view=True)
-    # overlap_gradients: torch.compile splits its graph at DDP's buckets, so that a bucket's all-reduce runs during the
+    # overlap_gradients: torch.compile splits its graph at DDP's buckets, so a bucket's all-reduce can run during the
     # rest of backward. Each split adds passes over memory. https://docs.pytorch.org/docs/stable/notes/ddp.html
     torch._dynamo.config.optimize_ddp = config.overlap_gradients
     # bf16_gradients: the all-reduce sends half the bytes

@@ -81,6 +81,9 @@ def test_the_readmes_figures_are_those_of_the_records():
     assert f"({recipes['target']:.3f}, 1,090 steps of 131,072 tokens" in readme
     assert f"with {recipes['rows'][1]['fewer_tokens']} × fewer tokens: five seeds" in readme
     assert len(recipes["seeds"]) == 5
+    warmup = tables.load("batch_warmup_time")
+    assert f"in {warmup['rows'][1]['less_time']:.1f} × less time: eight seeds" in readme
+    assert len(warmup["seeds"]) == 8
     line = next(row["line"] for row in tables.load("recipes_more")["rows"] if "line" in row)
     assert " ".join(line.split()) in readme
 

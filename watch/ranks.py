@@ -23,8 +23,9 @@ SETTLING = 2  # steps that are not measured: the first compiles, and in the seco
 class RankMonitor:
     """Measures this rank's steps and passes its own times on to all ranks.
 
-    An own time is in ms, from the step's start, data loading included, to DDP's first all-reduce of gradients: from
-    then on DDP makes the GPU wait after each bucket. It is NaN where it is not measured: in the first two steps of a
+    An own time is in ms, from the step's start, data loading included, to DDP's first all-reduce of gradients: with
+    NCCL, PyTorch 2.15's DDP makes backward wait after each. Compiled as one graph, backward is over by then, but for
+    the gradients' way into DDP's buckets. The time is NaN where it is not measured: in the first two steps of a
     micro-batch size, and without DDP. Models that are sharded, or split by --tensor, --context or --pipeline, have
     collectives inside forward and backward, which make all ranks as slow as the slowest.
     """

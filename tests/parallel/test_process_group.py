@@ -81,16 +81,19 @@ def test_a_port_that_is_taken(monkeypatch):
 
 
 @pytest.mark.parametrize("overlap", [True, False])
-def test_overlapped_gradients_split_the_compiled_graph(group, overlap):
+def test_overlapped_gradients_split_the_compiled_graph(group, monkeypatch, overlap):
     torch.compiler.reset()  # of other tests' graphs
     config, count = Config(overlap_gradients=overlap), CompileCounter()
     model = GPT(GPTConfig(seq_len=8, vocab_size=301, n_layer=2, n_head=2, n_embd=128))
     compiled = torch.compile(model, backend=count, dynamic=False)
-    ranks, begun = process_group.Distributed(0, 2, torch.device("cpu")), []
-    wrapped = gradients.wrap_ddp(compiled, config, ranks, lambda: begun.append(True))
+    ranks, calls = process_group.Distributed(0, 2, torch.device("cpu")), []
+    average = gradients.allreduce_hook
+    monkeypatch.setattr(gradients, "allreduce_hook", lambda *bucket: calls.append("average") or average(*bucket))
+    wrapped = gradients.wrap_ddp(compiled, config, ranks, lambda: calls.append("begin"))
     with gradients.accumulation(SimpleNamespace(model=model, train_forward=wrapped, config=config), last=True):
         wrapped(*torch.randint(301, (2, 2, 8))).backward()
-    assert begun and (count.frame_count > 1) == overlap  # DDP's first bucket has 1 MB
+    assert (count.frame_count > 1) == overlap  # DDP's first bucket has 1 MB
+    assert calls and calls == ["begin", "average"] * (len(calls) // 2)
 
 
 def test_gradients_of_ddp_are_kept_in_its_buckets_alone(group):

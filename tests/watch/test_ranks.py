@@ -5,9 +5,11 @@ import statistics
 from types import SimpleNamespace
 
 import pytest
+import torch
 from conftest import metrics
 
-from watch.ranks import slowest, watched
+from parallel.process_group import Distributed
+from watch.ranks import RankMonitor, slowest, watched
 
 # From the third step on rank 1 takes longer for a batch than rank 0 for the step (in the second DDP waits in forward)
 SLOW_RANK = """
@@ -46,6 +48,19 @@ def test_the_slow_rank_is_named(train, script):
     assert own_ms[1] > own_ms[0] and [row["slowest_rank"] for row in rows[3:]] == [1, 1]
     output = (run / "output.txt").read_text()
     assert re.search(r"^step     \d/5 \| loss .* left \| rank 1 is [\d.]+% behind$", output, re.M)
+
+
+@pytest.mark.parametrize("context", [1, 2])
+def test_an_own_time_ends_at_the_first_all_reduce_of_gradients(monkeypatch, context):
+    clock = iter(range(100))
+    monkeypatch.setattr("time.perf_counter", lambda: next(clock))
+    monitor = RankMonitor(Distributed(1, 4, torch.device("cpu"), context=context))
+    for _ in range(3):
+        monitor.start_step(8)  # reads the clock twice
+        monitor.begin_averaging()
+        monitor.begin_averaging()
+        monitor.end_step()
+    assert monitor.report().tolist() == pytest.approx([0, 1000 if context == 1 else math.nan, 0, 0], nan_ok=True)
 
 
 def test_the_flight_recorders_are_in_the_runs_folder(tmp_path, monkeypatch):
