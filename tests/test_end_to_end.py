@@ -143,7 +143,6 @@ def test_validation_computes_as_training_does(train, corpus):
 COUNT_REDUCTIONS = """
 import os
 import time
-import torch.distributed as dist
 import train_gpt2
 from parallel import gradients
 count = 0
