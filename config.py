@@ -122,8 +122,8 @@ class Recipe:
     """The batch size and the optimizer's hyperparameters."""
 
     TITLE = "recipe"
-    optimizer: Literal["adamw", "muon"] = flag("adamw", report=True)
-    """muon: Muon for the blocks' matrices, AdamW for the rest, with other defaults for --lr and the schedule."""
+    optimizer: Literal["adamw", "muon", "normuon"] = flag("adamw", report=True)
+    """muon, normuon: for the blocks' matrices, AdamW for the rest; other defaults for --lr and the schedule."""
     total_batch_size: int = flag(524288, at_least=1, report=True)
     """Tokens in a step, over all devices and accumulated micro-batches."""
     min_lr_ratio: float = flag(0.1, at_least=0, at_most=1, report=True)
@@ -139,7 +139,7 @@ class Recipe:
     beta2: float = flag(0.95, at_least=0, below=1, report=True)
     """AdamW's decay rate of the second moment."""
     adamw_lr: float = flag(3.6e-3, at_least=0, report=True)
-    """With --optimizer muon: AdamW's peak learning rate, for embeddings, biases and LayerNorms; --lr is Muon's."""
+    """With muon and normuon: AdamW's peak learning rate, for embeddings, biases and LayerNorms; --lr is Muon's."""
     batch_warmup_ratio: float = flag(0.0, at_least=0, at_most=1, report=True, sweep="recipe")
     """The share of all steps on small batches: a quarter, then half, at √¼ and √½ of the learning rates."""
     grad_clip: float = flag(1.0, at_least=0, report=True)
@@ -217,7 +217,7 @@ def read_command_line(flags_type=Config, **implied):
 
 def defaults(typed):
     """The default Config for the flags on the command line, {name: value}: the recipes of --demo, --model tiny and
-    --optimizer muon, overridden by the flags of --resume's run, then by --config's.
+    --optimizer, overridden by the flags of --resume's run, then by --config's.
 
     Without a GPU --ladder uses the demo, unless a flag names data, model, weights or device; it compiles tiny models.
     Raises UserError for a file without flags.

@@ -11,6 +11,9 @@ Ranks share the work. With ddp, without --pipeline, every rank orthogonalizes so
 collects the results. With zero1 to zero3 and hsdp an all-to-all collects whole matrices from their shards, each on one
 rank, and another one returns the results. --tensor splits matrices by rows or columns: the same two all-to-alls, over
 its ranks, collect them from these parts.
+
+NorMuon (Li et al. 2025, arXiv 2510.05491) also gives every row of an update, the change of one neuron's input weights,
+the same size on average, as AdamW does for each weight: orthogonalized rows are of very different lengths.
 """
 
 import math
@@ -18,7 +21,7 @@ import math
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from common.device import local
 
@@ -35,6 +38,7 @@ COEFFICIENTS = tuple(
     )
 )
 MOMENTUM = 0.95  # Muon's momentum: the decay rate of the mean of the gradients
+BETA2 = 0.95  # NorMuon's decay rate of the rows' second moments
 
 
 class Muon(torch.optim.Optimizer):
@@ -43,21 +47,24 @@ class Muon(torch.optim.Optimizer):
     Muon's update of a matrix: momentum is the running mean of the gradients; the Nesterov direction is the mean of
     gradient and momentum, orthogonalized, times 0.2 √(larger dimension), which is about the size of AdamW's updates, so
     both take similar learning rates (Liu et al. 2025, arXiv 2502.16982). Weight decay is decoupled, as in AdamW.
+    NorMuon's update has 0.2 as the root mean square of each row: it divides rows by the root of their second moment.
     """
 
-    def __init__(self, groups, adamw, compiled):
+    def __init__(self, groups, adamw, compiled, by_rows=False):
         """groups: dictionaries with params (matrices of one shape), lr, its peak, weight_decay, and parts: the number
         of matrices, one above the other, that each parameter consists of. adamw: the AdamW for the rest; if its
         default `fused` is True, both read found_inf. compiled: torch.compile fuses the operations before and after the
-        GEMMs into one kernel for each weight."""
+        GEMMs into one kernel for each weight. by_rows: NorMuon."""
         super().__init__(groups, dict(fused=adamw.defaults["fused"]))
         self.matrices = list(self.param_groups)
-        self.adamw = adamw
+        self.adamw, self.by_rows = adamw, by_rows
         self.param_groups += adamw.param_groups
         self.state = adamw.state
         for group in self.matrices:
             for weight in group["params"]:
                 self.state[weight] = dict(momentum_buffer=torch.zeros_like(weight))
+                if by_rows:
+                    self.state[weight]["second_moment"] = zeros_of_rows(weight)
         self.update_momentum = torch.compile(update_momentum, dynamic=False) if compiled else update_momentum
         self.update_weight = torch.compile(update_weight, dynamic=False) if compiled else update_weight
         self.found_inf = torch.zeros((), device=weight.device)  # set by update_if_finite
@@ -89,10 +96,28 @@ class Muon(torch.optim.Optimizer):
                 whole = to_owners(directions, shape[0], mesh)  # (n of this rank, rows, columns)
                 updates = from_owners(orthogonalize_parts(whole, group["parts"]), directions, mesh)
             # tensors: torch.compile compiles again for each new Python number
-            rate = applied * (group["lr"] * 0.2 * math.sqrt(max(shape[0] // group["parts"], shape[1])))
-            decay = 1 - applied * (group["lr"] * group["weight_decay"])
-            for weight, update in zip(shards, updates):
-                self.update_weight(weight.view(-1), update.reshape(-1), decay, rate)
+            rate, decay = applied * (0.2 * group["lr"]), 1 - applied * (group["lr"] * group["weight_decay"])
+            if self.by_rows:
+                rates = rate * self.row_scales(weights, updates, applied)
+            else:
+                rates = [rate * math.sqrt(max(shape[0] // group["parts"], shape[1]))] * len(weights)
+            for weight, update, rate in zip(shards, updates, rates):
+                self.update_weight(weight, update, decay, rate)
+
+    def row_scales(self, weights, updates, applied):
+        """What makes the root mean square of each row of `updates` 1: (n, rows, 1). Updates the rows' second moments.
+
+        weights: n matrices of one shape; updates: this rank's shards of their orthogonalized updates (n, rows,
+        columns); applied: 0 for a step that changes nothing, otherwise 1.
+        """
+        squares = torch.linalg.vector_norm(updates, dim=2, keepdim=True, dtype=torch.float32).square()
+        if is_split_by_columns(weights[0]):
+            dist.all_reduce(squares, group=weights[0].device_mesh.get_group("tensor"))
+        kept = [local(self.state[weight]["second_moment"]) for weight in weights]
+        moments = torch.stack(kept).lerp_(squares / weights[0].size(1), applied * (1 - BETA2))
+        torch._foreach_copy_(kept, list(moments))
+        steps = next(state["step"] for state in self.state.values() if "step" in state)  # AdamW's
+        return ((1 - BETA2**steps) / moments.clamp(min=1e-20)).sqrt()  # bias correction as in Adam
 
 
 def update_momentum(gradient, momentum, direction, skip, decay):
@@ -107,21 +132,35 @@ def update_weight(weight, update, decay, rate):
     weight.mul_(decay).sub_(update.float() * rate)
 
 
+def zeros_of_rows(weight):
+    """Zeros (rows, 1), placed on the ranks as the rows of a matrix."""
+    zeros = local(weight).new_zeros(len(local(weight)), 1)
+    if not isinstance(weight, DTensor):
+        return zeros
+    placements = [Replicate() if placement == Shard(1) else placement for placement in weight.placements]
+    shape = dict(shape=torch.Size((weight.size(0), 1)), stride=(1, 1))
+    return DTensor.from_local(zeros, weight.device_mesh, placements, run_check=False, **shape)
+
+
+def is_split_by_columns(weight):
+    return isinstance(weight, DTensor) and weight.placements[-1] == Shard(1)
+
+
 def update_split(directions, weight, parts):
     """The updates for matrices that --tensor splits. directions: their shards on this rank; weight: one of them."""
     (rows, columns), mesh = weight.shape, weight.device_mesh
     shard, tensor = mesh["shard"], mesh["tensor"]
-    by_rows, size = weight.placements[-1] == Shard(0), tensor.size()
-    split = to_owners(directions, rows // size if by_rows else rows, shard)  # (n, rows, columns) of a --tensor rank
-    split = (split if by_rows else split.mT).contiguous()
-    whole = to_owners(split, rows if by_rows else columns, tensor)
-    whole = whole if by_rows else whole.mT
+    by_columns, size = is_split_by_columns(weight), tensor.size()
+    split = to_owners(directions, rows if by_columns else rows // size, shard)  # (n, rows, columns) of a --tensor rank
+    split = (split.mT if by_columns else split).contiguous()
+    whole = to_owners(split, columns if by_columns else rows, tensor)
+    whole = whole.mT if by_columns else whole
     # c_attn's rows are ordered by rank, each with its q, k and v; orthogonalized apart they lie one above the other
     whole = whole.unflatten(1, (size, parts, -1)).transpose(1, 2).flatten(1, 3)
     whole = orthogonalize_parts(whole, parts)
     whole = whole.unflatten(1, (parts, size, -1)).transpose(1, 2).flatten(1, 3)
-    updates = from_owners(whole if by_rows else whole.mT, split, tensor)
-    return from_owners(updates if by_rows else updates.mT, directions, shard)
+    updates = from_owners(whole.mT if by_columns else whole, split, tensor)
+    return from_owners(updates.mT if by_columns else updates, directions, shard)
 
 
 def orthogonalize_parts(x, parts):

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 
@@ -22,7 +23,7 @@ def make_optimizer(model, config):
     return optimizer
 
 
-def make_muon(model, config):
+def make_muon(model, config, by_rows=False):
     from optim.muon import Muon
 
     matrices, rest = {}, []  # matrices: Muon's, by shape
@@ -39,7 +40,7 @@ def make_muon(model, config):
         dict(params=parameters, parts=parts, lr=config.lr, weight_decay=config.weight_decay, peak=config.lr)
         for (_, parts), parameters in matrices.items()
     ]
-    return Muon(groups, adamw, config.compile)
+    return Muon(groups, adamw, config.compile, by_rows)
 
 
 def make_adamw(parameters, config, peak):
@@ -53,22 +54,12 @@ def make_adamw(parameters, config, peak):
     return torch.optim.AdamW(groups, lr=peak, betas=(0.9, config.beta2), eps=1e-8, fused=config.fused_adamw or None)
 
 
+# dev/LOG.md says how they were chosen
+MUON = dict(lr=3.6e-3, adamw_lr=3.6e-3, warmup_steps=10, lr_schedule="wsd", cooldown_ratio=0.4, min_lr_ratio=0.0)
 OPTIMIZERS = dict(
     adamw=Row(lambda model, config: make_adamw(model.parameters(), config, config.lr), (8, 8)),
-    muon=Row(
-        make_muon,
-        (4, 8),
-        # dev/LOG.md says how they were chosen
-        defaults=dict(
-            optimizer="muon",
-            lr=3.6e-3,
-            adamw_lr=3.6e-3,
-            warmup_steps=10,
-            lr_schedule="wsd",
-            cooldown_ratio=0.4,
-            min_lr_ratio=0.0,
-        ),
-    ),
+    muon=Row(make_muon, (4, 8), MUON | dict(optimizer="muon")),
+    normuon=Row(partial(make_muon, by_rows=True), (4, 8), MUON | dict(optimizer="normuon")),
 )
 
 

@@ -26,7 +26,7 @@ LONGEST_WARMUP = 0.1  # of the steps: with --max_minutes, and of the recipes tha
 
 
 def recipe_defaults(flags):
-    """The defaults of --demo, --model tiny and --optimizer muon, where they are among flags: {name: value}."""
+    """The defaults of --demo, --model tiny and --optimizer, where they are among flags: {name: value}."""
     small = DEMO if flags.get("demo") else TINY if flags.get("model") == "tiny" else {}
     return small | optimizer_defaults(flags)
 
@@ -35,12 +35,12 @@ def check_flags(config, distributed, notes):
     """Note flags without effect, and a learning-rate warm-up that is longer than the run."""
     if config.batch_warmup_ratio:
         check_batch_warmup(config, distributed)
-    for flag, other, value in (
-        ("adamw_lr", "optimizer", "muon"),
-        ("cooldown_ratio", "lr_schedule", "wsd"),
+    for flag, other, values in (
+        ("adamw_lr", "optimizer", ("muon", "normuon")),
+        ("cooldown_ratio", "lr_schedule", ("wsd",)),
     ):
-        if getattr(config, flag) != getattr(type(config), flag) and getattr(config, other) != value:
-            notes.append(Note(flag, getattr(config, flag), f"it has no effect without --{other} {value}"))
+        if getattr(config, flag) != getattr(type(config), flag) and getattr(config, other) not in values:
+            notes.append(Note(flag, getattr(config, flag), f"it has no effect without --{other} {' or '.join(values)}"))
     if config.warmup_steps > config.max_steps and not config.max_minutes:
         reason = f"the run ends at step {config.max_steps}, so lr never reaches {config.lr:g}"
         notes.append(Note("warmup_steps", config.warmup_steps, reason))

@@ -149,7 +149,7 @@ def test_flags_that_contradict_each_other(words, world_size, flags):
 def test_what_has_no_effect_is_noted():
     assert "lr never reaches" in resolved(max_steps=714)[1] and "lr never" not in resolved(max_steps=715)[1]
     _, notes = resolved(adamw_lr=1e-4, cooldown_ratio=0.2)
-    assert "adamw_lr is 0.0001: it has no effect without --optimizer muon" in notes
+    assert "adamw_lr is 0.0001: it has no effect without --optimizer muon or normuon" in notes
     assert "cooldown_ratio is 0.2: it has no effect without --lr_schedule wsd" in notes
     assert "adamw_lr" not in resolved(adamw_lr=1e-4, optimizer="muon")[1]
 

@@ -152,5 +152,5 @@ def as_left(config, start, notes):
     if start.rollbacks:
         notes.append(Note("lr", config.lr * factor, f"it is {factor:g} × --lr since the run's rollbacks"))
     steps = steps_in_time(config, start.step, start)
-    adamw_lr = config.adamw_lr * (factor if config.optimizer == "muon" else 1)
+    adamw_lr = config.adamw_lr * (1 if config.optimizer == "adamw" else factor)
     return dataclasses.replace(config, lr=config.lr * factor, adamw_lr=adamw_lr, max_steps=steps)

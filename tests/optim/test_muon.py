@@ -1,4 +1,4 @@
-"""Muon against torch.optim.Muon, and on several ranks against one."""
+"""Muon against torch.optim.Muon, NorMuon by hand, and on several ranks against one."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from optim.muon import Muon, orthogonalize
 from optim.optimizer import make_optimizer
 
 JORDAN = ((3.4445, -4.7750, 2.0315),) * 5  # torch.optim.Muon's coefficients
-MUON = "--optimizer muon --max_steps 2 --total_batch_size 192 --checkpoint_every 1".split()
+NORMUON = "--optimizer normuon --max_steps 2 --total_batch_size 192 --checkpoint_every 1".split()
 
 
 @pytest.mark.parametrize("rows, columns", [(48, 48), (48, 192), (192, 48)])
@@ -83,14 +83,38 @@ def test_query_key_and_value_are_orthogonalized_apart(monkeypatch):
     torch.testing.assert_close(before - weight, 0.2 * 16**0.5 * parts.view(48, 16), rtol=1e-3, atol=1e-3)
 
 
-def test_compiled_it_is_the_same():
+@pytest.mark.parametrize("rows, columns", [(48, 16), (16, 64)])
+def test_rows_of_normuon_have_one_size(rows, columns):
+    """0.2 is the root mean square of each, over the running mean; a row of zeros stays zero."""
+    weight, other = torch.nn.Parameter(torch.zeros(rows, columns)), torch.nn.Parameter(torch.zeros(8))
+    group = dict(params=[weight], parts=1, lr=1.0, weight_decay=0.0)
+    optimizer = Muon([group], torch.optim.AdamW([other]), compiled=False, by_rows=True)
+    momentum, second = torch.zeros(rows, columns), torch.zeros(rows, 1)
+    for step in range(1, 4):
+        before, other.grad = weight.detach().clone(), torch.ones(8)
+        weight.grad = torch.randn(rows, columns) * torch.logspace(0, -3, rows)[:, None]
+        weight.grad[-1] = 0
+        momentum = momentum.lerp(weight.grad, 0.05)
+        update = orthogonalize(weight.grad.lerp(momentum, 0.95).bfloat16()[None])[0].float()
+        second = 0.95 * second + 0.05 * update.square().mean(dim=1, keepdim=True)
+        optimizer.step()
+        expected = 0.2 * update / (second / (1 - 0.95**step)).sqrt().clamp(min=1e-9)
+        torch.testing.assert_close(before - weight, expected, rtol=1e-3, atol=1e-5)
+        if step == 1:
+            sizes = (before - weight)[:-1].square().mean(dim=1).sqrt()
+            torch.testing.assert_close(sizes, torch.full_like(sizes, 0.2))
+    assert not weight[-1].any()
+
+
+@pytest.mark.parametrize("by_rows", [False, True])
+def test_compiled_it_is_the_same(by_rows):
     """And compiled once, whatever the learning rate."""
     weights = []
     for compiled in (False, True):
         torch.manual_seed(0)
         weight, other = torch.nn.Parameter(torch.randn(16, 8)), torch.nn.Parameter(torch.zeros(8))
         group = dict(params=[weight], parts=1, lr=0.0, weight_decay=0.5)
-        optimizer = Muon([group], torch.optim.AdamW([other], fused=True), compiled)
+        optimizer = Muon([group], torch.optim.AdamW([other], fused=True), compiled, by_rows)
         for step in range(4):
             weight.grad, other.grad = torch.randn(16, 8), torch.randn(8)
             optimizer.param_groups[0]["lr"] = 0.01 * step
@@ -109,10 +133,10 @@ def test_its_recipe_is_the_default_and_each_part_a_flag():
 
 def test_any_number_of_ranks_trains_as_one(train, train_several):
     """On 3 ranks the rows of some matrices and the number of matrices do not divide evenly."""
-    whole = train("whole", *MUON)
-    sharded = [*MUON, "--parallel", "zero3"]
-    runs = dict(ddp=MUON, zero3=sharded, continued=[*sharded, "--resume", "log/whole/checkpoint_000001"])
-    hsdp = [*MUON, "--parallel", "hsdp", "--micro_batch_size", 3, "--resume", "log/zero3/checkpoint_000001"]
+    whole = train("whole", *NORMUON)
+    sharded = [*NORMUON, "--parallel", "zero3"]
+    runs = dict(ddp=NORMUON, zero3=sharded, continued=[*sharded, "--resume", "log/whole/checkpoint_000001"])
+    hsdp = [*NORMUON, "--parallel", "hsdp", "--micro_batch_size", 3, "--resume", "log/zero3/checkpoint_000001"]
     expected = dict(load.load_model(whole / "checkpoint_000002").named_parameters())
     for run in (*train_several(3, runs), *train_several(4, dict(hsdp=hsdp))):
         count = len(logged(run))
@@ -122,11 +146,11 @@ def test_any_number_of_ranks_trains_as_one(train, train_several):
 
 
 def test_resumes_bit_for_bit_and_not_with_another_optimizer(train):
-    whole = train("whole", *MUON)
-    continued = train("continued", *MUON, "--resume", "log/whole/checkpoint_000001")
+    whole = train("whole", *NORMUON)
+    continued = train("continued", *NORMUON, "--resume", "log/whole/checkpoint_000001")
     assert logged(continued) == logged(whole)[1:]
     weights = [load.load_model(run / "checkpoint_000002").state_dict() for run in (whole, continued)]
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
     adamw = ("--optimizer", "adamw", "--resume", "log/whole/checkpoint_000001")
     refused = train("adamw", "--max_steps", 2, *adamw, fails=True)
-    expect_error(refused, "was trained with --optimizer=muon: continue with it instead of adamw", "--init_from")
+    expect_error(refused, "was trained with --optimizer=normuon: continue with it instead of adamw", "--init_from")

@@ -45,7 +45,7 @@ def test_figures_checkpoints_and_exports(train, train_several, command, tmp_path
     evaluations = f"--val_every {STEPS} --val_tokens 64 --hellaswag_every {STEPS}"
     flags = [*steps.split(), *evaluations.split()]
     flags += ["--tasks", f"hellaswag={tmp_path}/items.jsonl,lambada={tmp_path}/last_words.jsonl"]  # which needs logits
-    muon = [*steps.split(), "--optimizer", "muon"]
+    muon = [*steps.split(), "--optimizer", "normuon"]
     whole, whole_muon = train("whole", *flags), train("whole_muon", *muon)
     of_two = {name: [*flags, *more.split()] for name, more in ON_TWO_RANKS.items()}
     with_muon = {name: [*muon, *more.split()] for name, more in WITH_MUON.items()}
