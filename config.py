@@ -123,7 +123,7 @@ class Recipe:
 
     TITLE = "recipe"
     optimizer: Literal["adamw", "muon", "normuon"] = flag("adamw", report=True)
-    """muon, normuon: for the blocks' matrices, AdamW for the rest; other defaults for --lr and the schedule."""
+    """muon and normuon update the blocks' matrices, AdamW the rest; they change the defaults of --lr and schedule."""
     total_batch_size: int = flag(524288, at_least=1, report=True)
     """Tokens in a step, over all devices and accumulated micro-batches."""
     min_lr_ratio: float = flag(0.1, at_least=0, at_most=1, report=True)
@@ -139,7 +139,7 @@ class Recipe:
     beta2: float = flag(0.95, at_least=0, below=1, report=True)
     """AdamW's decay rate of the second moment."""
     adamw_lr: float = flag(3.6e-3, at_least=0, report=True)
-    """With muon and normuon: AdamW's peak learning rate, for embeddings, biases and LayerNorms; --lr is Muon's."""
+    """With muon and normuon: AdamW's peak learning rate, for embeddings, biases, LayerNorms; --lr is the matrices'."""
     batch_warmup_ratio: float = flag(0.0, at_least=0, at_most=1, report=True, sweep="recipe")
     """The share of all steps on small batches: a quarter, then half, at √¼ and √½ of the learning rates."""
     grad_clip: float = flag(1.0, at_least=0, report=True)

@@ -12,8 +12,9 @@ collects the results. With zero1 to zero3 and hsdp an all-to-all collects whole 
 rank, and another one returns the results. --tensor splits matrices by rows or columns: the same two all-to-alls, over
 its ranks, collect them from these parts.
 
-NorMuon (Li et al. 2025, arXiv 2510.05491) also gives every row of an update, the change of one neuron's input weights,
-the same size on average, as AdamW does for each weight: orthogonalized rows are of very different lengths.
+NorMuon (Li et al. 2025, arXiv 2510.05491) also gives all rows of an update, each the change of one neuron's input
+weights, the same size on average. U Vᵀ of a tall matrix has rows of different lengths, and so has that of any matrix
+with singular values that the iterations leave below 1.
 """
 
 import math
@@ -47,7 +48,7 @@ class Muon(torch.optim.Optimizer):
     Muon's update of a matrix: momentum is the running mean of the gradients; the Nesterov direction is the mean of
     gradient and momentum, orthogonalized, times 0.2 √(larger dimension), which is about the size of AdamW's updates, so
     both take similar learning rates (Liu et al. 2025, arXiv 2502.16982). Weight decay is decoupled, as in AdamW.
-    NorMuon's update has 0.2 as the root mean square of each row: it divides rows by the root of their second moment.
+    NorMuon divides each row by the root of its second moment, and keeps the norm of the whole update.
     """
 
     def __init__(self, groups, adamw, compiled, by_rows=False):
@@ -96,28 +97,26 @@ class Muon(torch.optim.Optimizer):
                 whole = to_owners(directions, shape[0], mesh)  # (n of this rank, rows, columns)
                 updates = from_owners(orthogonalize_parts(whole, group["parts"]), directions, mesh)
             # tensors: torch.compile compiles again for each new Python number
-            rate, decay = applied * (0.2 * group["lr"]), 1 - applied * (group["lr"] * group["weight_decay"])
-            if self.by_rows:
-                rates = rate * self.row_scales(weights, updates, applied)
-            else:
-                rates = [rate * math.sqrt(max(shape[0] // group["parts"], shape[1]))] * len(weights)
+            rate = applied * (group["lr"] * 0.2 * math.sqrt(max(shape[0] // group["parts"], shape[1])))
+            decay = 1 - applied * (group["lr"] * group["weight_decay"])
+            rates = rate * self.row_scales(weights, updates, applied) if self.by_rows else [rate] * len(weights)
             for weight, update, rate in zip(shards, updates, rates):
                 self.update_weight(weight, update, decay, rate)
 
     def row_scales(self, weights, updates, applied):
-        """What makes the root mean square of each row of `updates` 1: (n, rows, 1). Updates the rows' second moments.
+        """NorMuon's factors (n, rows, 1) for the rows of `updates`. Updates the rows' second moments.
 
         weights: n matrices of one shape; updates: this rank's shards of their orthogonalized updates (n, rows,
         columns); applied: 0 for a step that changes nothing, otherwise 1.
         """
         squares = torch.linalg.vector_norm(updates, dim=2, keepdim=True, dtype=torch.float32).square()
-        if is_split_by_columns(weights[0]):
-            dist.all_reduce(squares, group=weights[0].device_mesh.get_group("tensor"))
+        sum_over_shards(squares, weights[0], dim=1)
         kept = [local(self.state[weight]["second_moment"]) for weight in weights]
         moments = torch.stack(kept).lerp_(squares / weights[0].size(1), applied * (1 - BETA2))
         torch._foreach_copy_(kept, list(moments))
-        steps = next(state["step"] for state in self.state.values() if "step" in state)  # AdamW's
-        return ((1 - BETA2**steps) / moments.clamp(min=1e-20)).sqrt()  # bias correction as in Adam
+        inverse = 1 / moments.clamp(min=1e-20)
+        before, after = sum_over_shards(torch.stack((squares, squares * inverse)).sum(dim=2), weights[0], dim=0)
+        return (inverse * (before / after.clamp(min=1e-20))[:, None]).sqrt()  # the norm of a matrix stays
 
 
 def update_momentum(gradient, momentum, direction, skip, decay):
@@ -133,34 +132,38 @@ def update_weight(weight, update, decay, rate):
 
 
 def zeros_of_rows(weight):
-    """Zeros (rows, 1), placed on the ranks as the rows of a matrix."""
+    """Zeros (rows, 1), sharded as the weight's rows."""
     zeros = local(weight).new_zeros(len(local(weight)), 1)
     if not isinstance(weight, DTensor):
         return zeros
-    placements = [Replicate() if placement == Shard(1) else placement for placement in weight.placements]
-    shape = dict(shape=torch.Size((weight.size(0), 1)), stride=(1, 1))
-    return DTensor.from_local(zeros, weight.device_mesh, placements, run_check=False, **shape)
+    placements = [Replicate() if placement.is_shard(1) else placement for placement in weight.placements]
+    shape = torch.Size((len(weight), 1))
+    return DTensor.from_local(zeros, weight.device_mesh, placements, run_check=False, shape=shape, stride=(1, 1))
 
 
-def is_split_by_columns(weight):
-    return isinstance(weight, DTensor) and weight.placements[-1] == Shard(1)
+def sum_over_shards(x, weight, dim):
+    """Sum x, in place, over the ranks that split a dimension of a matrix."""
+    for index, placement in enumerate(weight.placements if isinstance(weight, DTensor) else ()):
+        if getattr(placement, "dim", None) == dim:  # Shard or _StridedShard
+            dist.all_reduce(x, group=weight.device_mesh.get_group(index))
+    return x
 
 
 def update_split(directions, weight, parts):
     """The updates for matrices that --tensor splits. directions: their shards on this rank; weight: one of them."""
     (rows, columns), mesh = weight.shape, weight.device_mesh
     shard, tensor = mesh["shard"], mesh["tensor"]
-    by_columns, size = is_split_by_columns(weight), tensor.size()
-    split = to_owners(directions, rows if by_columns else rows // size, shard)  # (n, rows, columns) of a --tensor rank
-    split = (split.mT if by_columns else split).contiguous()
-    whole = to_owners(split, columns if by_columns else rows, tensor)
-    whole = whole.mT if by_columns else whole
+    by_rows, size = weight.placements[-1] == Shard(0), tensor.size()
+    split = to_owners(directions, rows // size if by_rows else rows, shard)  # (n, rows, columns) of a --tensor rank
+    split = (split if by_rows else split.mT).contiguous()
+    whole = to_owners(split, rows if by_rows else columns, tensor)
+    whole = whole if by_rows else whole.mT
     # c_attn's rows are ordered by rank, each with its q, k and v; orthogonalized apart they lie one above the other
     whole = whole.unflatten(1, (size, parts, -1)).transpose(1, 2).flatten(1, 3)
     whole = orthogonalize_parts(whole, parts)
     whole = whole.unflatten(1, (parts, size, -1)).transpose(1, 2).flatten(1, 3)
-    updates = from_owners(whole.mT if by_columns else whole, split, tensor)
-    return from_owners(updates.mT if by_columns else updates, directions, shard)
+    updates = from_owners(whole if by_rows else whole.mT, split, tensor)
+    return from_owners(updates if by_rows else updates.mT, directions, shard)
 
 
 def orthogonalize_parts(x, parts):

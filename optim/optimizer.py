@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 
 import torch
 
@@ -59,7 +58,7 @@ MUON = dict(lr=3.6e-3, adamw_lr=3.6e-3, warmup_steps=10, lr_schedule="wsd", cool
 OPTIMIZERS = dict(
     adamw=Row(lambda model, config: make_adamw(model.parameters(), config, config.lr), (8, 8)),
     muon=Row(make_muon, (4, 8), MUON | dict(optimizer="muon")),
-    normuon=Row(partial(make_muon, by_rows=True), (4, 8), MUON | dict(optimizer="normuon")),
+    normuon=Row(lambda model, config: make_muon(model, config, by_rows=True), (4, 8), MUON | dict(optimizer="normuon")),
 )
 
 
