@@ -23,7 +23,7 @@ def assert_same_updates(run, whole, before, step):
 
 
 def weights_of(checkpoint):
-    return dict(load.load_model(checkpoint).named_parameters())
+    return {name: weight.detach() for name, weight in load.load_model(checkpoint).named_parameters()}
 
 
 def second_moments(checkpoint):
