@@ -111,10 +111,10 @@ class Muon(torch.optim.Optimizer):
         """
         squares = torch.linalg.vector_norm(updates, dim=2, keepdim=True, dtype=torch.float32).square()
         sum_over_shards(squares, weights[0], dim=1)
-        kept = [local(self.state[weight]["second_moment"]) for weight in weights]
-        moments = torch.stack(kept).lerp_(squares / weights[0].size(1), applied * (1 - BETA2))
-        torch._foreach_copy_(kept, list(moments))
-        inverse = 1 / moments.clamp(min=1e-20)
+        moments = [local(self.state[weight]["second_moment"]) for weight in weights]
+        for moment, mean in zip(moments, squares / weights[0].size(1)):
+            moment.lerp_(mean, applied * (1 - BETA2))
+        inverse = 1 / torch.stack(moments).clamp(min=1e-20)
         before, after = sum_over_shards(torch.stack((squares, squares * inverse)).sum(dim=2), weights[0], dim=0)
         return (inverse * (before / after.clamp(min=1e-20))[:, None]).sqrt()  # the norm of a matrix stays
 
