@@ -99,9 +99,10 @@ class Muon(torch.optim.Optimizer):
             # tensors: torch.compile compiles again for each new Python number
             rate = applied * (group["lr"] * 0.2 * math.sqrt(max(shape[0] // group["parts"], shape[1])))
             decay = 1 - applied * (group["lr"] * group["weight_decay"])
-            rates = rate * self.row_scales(weights, updates, applied) if self.by_rows else [rate] * len(weights)
-            for weight, update, rate in zip(shards, updates, rates):
-                self.update_weight(weight, update, decay, rate)
+            if self.by_rows:
+                updates = map(torch.mul, updates, self.row_scales(weights, updates, applied))  # float32, one at a time
+            for weight, update in zip(shards, updates):
+                self.update_weight(weight.view(-1), update.reshape(-1), decay, rate)
 
     def row_scales(self, weights, updates, applied):
         """NorMuon's factors (n, rows, 1) for the rows of `updates`. Updates the rows' second moments.

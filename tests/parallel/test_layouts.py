@@ -10,8 +10,9 @@ from texts import make_items
 from torch._dynamo.testing import CompileCounter
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from updates import weights
 
-from checkpoints import load, resume, save
+from checkpoints import resume, save
 from common.device import local
 from common.errors import UserError
 from config import Config
@@ -20,10 +21,6 @@ from optim.optimizer import make_optimizer
 from optimizations import saved_operators
 from parallel import fsdp, place
 from parallel.activation_checkpointing import checkpoint_activations
-
-
-def weights(folder):
-    return dict(load.load_model(folder).named_parameters())
 
 
 def assert_same(run, whole, steps=3):

@@ -7,10 +7,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import expect_error, logged, metrics
-from test_layouts import assert_same, placed, weights
+from test_layouts import assert_same, placed
 from texts import make_items
 from torch._dynamo.testing import CompileCounter
-from updates import assert_same_updates
+from updates import assert_same_updates, weights
 
 from config import Config
 from parallel import gradients

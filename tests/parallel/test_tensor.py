@@ -5,8 +5,9 @@ import json
 import pytest
 import torch
 from conftest import expect_error, metrics
-from test_layouts import assert_same, weights
+from test_layouts import assert_same
 from texts import make_items
+from updates import weights
 
 from common.errors import UserError
 from config import Config, resolve
