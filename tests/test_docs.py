@@ -24,7 +24,7 @@ COMMANDS = ["bench", "config", "dev.corpus", "export", "fineweb", "hellaswag", "
 COMMANDS += ["watch.report", *(f"measure.{path.stem}" for path in (ROOT / "measure").glob("*.py"))]
 # Flags of torchrun, sbatch, modal, pip and uv, and of every command
 OTHERS = {"help", "standalone", "nproc_per_node", "nnodes", "nodes", "max-restarts", "extra", "extra-index-url"}
-OTHERS |= {"rdzv_backend", "rdzv_endpoint", "rdzv_id", "torch-backend", "run-name"}
+OTHERS |= {"rdzv_backend", "rdzv_endpoint", "rdzv_id", "torch-backend", "run-name", "detach"}
 
 
 def anchors(page):
