@@ -229,7 +229,7 @@ def defaults(typed):
         in_files |= flag_file.read(path, Config)
     chosen = in_files | typed
     if typed.get("ladder") and not {"data_dir", "device", "model", "init_from"} & chosen.keys():
-        chosen["demo"] = chosen.get("demo") or not torch.cuda.is_available()
+        chosen.setdefault("demo", not torch.cuda.is_available())
     values = schedules.recipe_defaults(chosen) | in_files
     if typed.get("ladder") and values.get("model") == "tiny":
         values["compile"] = True

@@ -3,7 +3,7 @@
 - GELU and its gradient in a GEMM's epilogue, while the result is still in registers (kernels/mlp.py).
 - The choice of the algorithm: the first call with new shapes times the algorithms that cuBLASLt proposes and keeps the
   fastest that gives the same bits as the first that runs: another choice, on another rank or after a restart, changes
-  no result. kernels/compile.py calls it for the GEMMs of compiled graphs.
+  no result. kernels/tuned_gemms.py calls it for the GEMMs of compiled graphs.
 
 The calls go through nvmath-python, which is imported where it is first needed: not every machine has it.
 

@@ -166,6 +166,7 @@ def test_defaults_without_a_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     small = dataclasses.replace(DEMO, compile=True)
     assert defaults(dict(ladder=True)) == defaults(dict(ladder=True, demo=True)) == small
+    assert defaults(dict(ladder=True, demo=False)) == Config()
     assert defaults(dict(demo=True)) == DEMO and defaults(dict(lr=1.0)) == Config()
     for name in ("data_dir", "model", "init_from", "device"):
         assert defaults({"ladder": True, name: "x"}) == Config()
