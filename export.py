@@ -2,7 +2,7 @@
 
     python export.py log/RUN my-gpt2                    # the newest checkpoint of a run
     python export.py out/ckpt.pt my-gpt2                # a checkpoint of nanoGPT or build-nanogpt
-    python export.py log/RUN my-gpt2 --license mit      # names the license in the model card
+    python export.py log/RUN my-gpt2 --push USER/my-gpt2 --license mit      # and uploads it, for USER alone to see
 
 A checkpoint of this project is such a folder already; the export leaves out the training state and adds a model card,
 README.md, with the run's data, losses, command and hardware. Other benchmarks are lm_eval's (pip install lm_eval):
@@ -25,6 +25,7 @@ from checkpoints.load import load_located, locate, read_training
 from checkpoints.run_folder import FLAGS, TRAINING, run_of
 from common.cli import parse
 from common.errors import UserError, first_line, out_of_memory, run
+from common.hub import answered, check_hub
 from data.tasks import TASKS, split_tasks
 from data.tokenizer import save_tokenizer
 from watch.curves import METRICS, read_rows
@@ -40,8 +41,14 @@ class Flags:
     """A run's folder (its newest checkpoint), a checkpoint, a Hugging Face folder, a name on the hub (gpt2), a .pt."""
     out: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="OUT")]
     """The folder to write."""
+    push: str | None = None
+    """Upload the folder to the hub as this repository, NAME or USER/NAME: after `hf auth login`, or with HF_TOKEN."""
     license: str | None = None
     """The license in the model card, by the hub's name: mit, apache-2.0, cc-by-4.0, other, ..."""
+    public: bool = False
+    """A new repository can be seen by everybody, not by its owner alone."""
+    dry_run: bool = False
+    """With --push: print what would be uploaded, without a network; OUT is not written."""
 
 
 def main():
@@ -49,6 +56,12 @@ def main():
     out = Path(flags.out)
     if out.exists():
         raise UserError(f"{out} already exists: choose another name, or delete it")
+    if flags.dry_run and not flags.push:
+        raise UserError("--dry_run is for --push: name the repository, or leave it out")
+    if flags.push and not flags.license:
+        raise UserError("--push needs --license, such as mit, apache-2.0 or other: the model card names it")
+    if flags.push and not flags.dry_run:
+        check_hub()  # before the model card imports huggingface_hub
     name = locate(flags.model)
     with out_of_memory("use a machine with more memory"):
         model = load_located(name)
@@ -59,22 +72,43 @@ def main():
             complete.mkdir()
             hugging_face.write(model, complete)
             save_tokenizer(complete, model.config.seq_len)
-            if flags.license or is_checkpoint(name):
+            if flags.push or is_checkpoint(name):
                 model_card(name, model, flags).save(complete / "README.md")
+            if flags.push and flags.dry_run:
+                print((complete / "README.md").read_text())
+                for path in sorted(complete.iterdir()):
+                    print(f"would upload {path.name} ({path.stat().st_size:,} bytes) to {flags.push}")
+                return
             complete.rename(out)  # so that OUT is never half written
     except (OSError, SafetensorError) as error:
         raise UserError(f"cannot write {out}: {getattr(error, 'strerror', None) or first_line(error)}") from error
     print(f"{out}: {model.num_params():,} parameters")
+    if flags.push:
+        push(out, flags.push, private=not flags.public)
     print(f'Next: transformers.AutoModelForCausalLM.from_pretrained("{out}")')
     print(f"Next, other benchmarks: lm_eval --model hf --model_args pretrained={out} --tasks arc_easy,piqa")
-    print(f"Next, to upload it after `hf auth login`: hf upload USER/{out.name} {out} --private")
+
+
+def push(folder, repository, private):
+    """Upload a folder to the hub. Raises UserError."""
+    from huggingface_hub import HfApi  # only here: the import takes half a second
+
+    hub = HfApi()
+    try:
+        with answered():
+            repository = hub.create_repo(repository, private=private, exist_ok=True).repo_id  # NAME is USER/NAME there
+            hub.upload_folder(repo_id=repository, folder_path=folder)
+    except OSError as error:
+        again = f"hf upload {repository} {folder}" + " --private" * private
+        raise UserError(f"cannot push to {repository} ({error}); {folder} is complete: {again}") from error
+    print(f"{hub.endpoint}/{repository}")
 
 
 def model_card(name, model, flags):
     """README.md for the hub: a huggingface_hub.ModelCard with the facts of a checkpoint's run, where it has them."""
     from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
-    title = Path(flags.out).name
+    title = flags.push or Path(flags.out).name
     training = read_training(name, step=int, tokens=int, run=dict) if is_checkpoint(name) else {}
     facts, lines, results = training.get("run", {}), [], []
     if "command" in facts:

@@ -140,15 +140,15 @@ def pieces_of(name):
     return [] if WEIGHTS in files else sorted(fnmatch.filter(files, "shard-*.safetensors"))
 
 
-def load_weights(name, model):
+def load_weights(name, model, alone=False):
     """Copy weights, from anything that load_model takes, into a GPT of the same sizes, which may be sharded.
 
-    Every rank calls this. Hashes are not compared: see verify_weights. Raises what load_model raises.
+    Every rank calls this, unless `alone`. Hashes are not compared: see verify_weights. Raises what load_model raises.
     """
     with explained(name):
         if files := pieces_of(name):
             targets = {own: formats.stored_layout(own, each.detach()) for own, each in model.named_parameters()}
-            pieces.load(name, files, targets)
+            pieces.load(name, files, targets, alone=alone)
         else:
             fill_weights(model, formats.load(name)[1] if is_torch_file(name) else read_weights(name))
 

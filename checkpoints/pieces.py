@@ -80,10 +80,10 @@ class ListedFiles(FileSystem):
         return [str(regular_file(Path(path) / file)) for file in self.files]
 
 
-def load(folder, files, targets, optional=()):
+def load(folder, files, targets, optional=(), alone=False):
     """Copy tensors from a checkpoint's files into targets, {name: tensor or DTensor} on any device.
 
-    Each rank reads the parts that its shards of the targets need; a collective.
+    Each rank reads the parts that its shards of the targets need; a collective, unless `alone`.
     A tensor of the embedding table may have more or fewer padding rows than the saved one (pad_vocab).
     Returns the tensors of the names in `optional` that the checkpoint has, as new CPU tensors.
     Raises UserError if a tensor is missing or has another shape.
@@ -112,7 +112,8 @@ def load(folder, files, targets, optional=()):
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")  # resuming on one process is fine
         try:
-            dcp.load({**targets, **found, **unpadded}, storage_reader=reader, no_dist=not dist.is_initialized())
+            alone = alone or not dist.is_initialized()
+            dcp.load({**targets, **found, **unpadded}, storage_reader=reader, no_dist=alone)
         except CheckpointException as raised:
             raise UserError(f"cannot read {folder}: {first_failure(raised)}") from raised
     for name, target in padded.items():

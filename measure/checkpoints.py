@@ -5,8 +5,9 @@
     torchrun --standalone --nproc_per_node=2 -m measure.checkpoints --checkpoint log/RUN/checkpoint_019073
 
 With ddp one rank writes and every rank reads all of the files; with zero3 every rank writes its shards and reads the
-parts that it needs, as in ByteCheckpoint (Wan et al. 2024, arXiv 2407.20143). As when a run resumes, rank 0 reads the
-files from disk first, to verify them; then they are in its machine's page cache.
+parts that it needs, as in ByteCheckpoint (Wan et al. 2024, arXiv 2407.20143). "broadcast" is ddp where rank 0 alone
+reads and sends what it has read, as in MegaScale (Jiang et al. 2024, arXiv 2402.15627). As when a run resumes, rank 0
+reads the files from disk first, to verify them; then they are in its machine's page cache.
 """
 
 import common.interrupt  # first: Ctrl-C during the other imports
@@ -107,10 +108,12 @@ def measure_readers(run, phases, folder, modes, results, distributed):
     if run.get("n_embd", 0) and tuple(run[size] for size in ("n_layer", "n_head", "n_embd")) != SIZES[name]:
         name = f"L = {run['n_layer']}, C = {run['n_embd']}"
     sizes = [path.stat().st_size for path in folder.glob("*.safetensors")]
-    for read in modes:
+    for read in (*modes, *(("broadcast",) if distributed.world_size > 1 and "ddp" in modes else ())):
         row = dict(name=name, saved=saved, read=read, ranks=distributed.world_size, status="done", facts=facts)
         row |= dict(gb=sum(sizes) / 2**30, files=len(sizes)) | phases
-        row |= measure_loading(run | dict(parallel=read), folder, distributed)
+        broadcasts = read == "broadcast"
+        mode = "ddp" if broadcasts else read
+        row |= measure_loading(run | dict(parallel=mode), folder, distributed, broadcasts)
         if results:
             seconds = (row[phase] for phase in ("snapshot", "write", "verify", "load"))
             cells = [f"{name}, {saved} -> {row['ranks']} x {read}", f"{row['gb']:.2f}", str(row["files"])]
@@ -142,19 +145,24 @@ def measure_saving(run, folder, distributed, group):
     return dict(snapshot=snapshot, write=seconds)
 
 
-def measure_loading(run, folder, distributed):
+def measure_loading(run, folder, distributed, broadcasts):
     """Load the folder's checkpoint as a run of this mode does: dict(verify=, load=)."""
     model, optimizer = make(run, distributed, load.load_config(folder))
     files = load.read_training(folder)["sha256"]
     state = named_state(model, optimizer)
 
-    def load_all():
-        load.load_weights(folder, model)
-        pieces.load(folder, [file for file in files if file.endswith(".safetensors")], state)
+    def load_all(alone=False):
+        load.load_weights(folder, model, alone)
+        pieces.load(folder, [file for file in files if file.endswith(".safetensors")], state, alone=alone)
+
+    def load_and_broadcast():
+        distributed.on_main(partial(load_all, alone=True))
+        for tensor in (*model.parameters(), *state.values()):
+            dist.broadcast(tensor.detach(), src=0)
 
     distributed.on_main(lambda: [drop_from_page_cache(folder / file) for file in files])
     verify, _ = timed(distributed, lambda: distributed.is_main and load.compare(folder, files))
-    seconds, _ = timed(distributed, load_all)
+    seconds, _ = timed(distributed, load_and_broadcast if broadcasts else load_all)
     return dict(verify=verify, load=seconds)
 
 

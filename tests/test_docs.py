@@ -22,9 +22,9 @@ ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 COMMANDS = ["bench", "config", "dev.corpus", "export", "fineweb", "hellaswag", "ladder", "sample", "watch.curves"]
 COMMANDS += ["watch.report", *(f"measure.{path.stem}" for path in (ROOT / "measure").glob("*.py"))]
-# Flags of torchrun, sbatch, modal, pip, uv and hf, and of every command
+# Flags of torchrun, sbatch, modal, pip and uv, and of every command
 OTHERS = {"help", "standalone", "nproc_per_node", "nnodes", "nodes", "max-restarts", "extra", "extra-index-url"}
-OTHERS |= {"rdzv_backend", "rdzv_endpoint", "rdzv_id", "torch-backend", "run-name", "detach", "private"}
+OTHERS |= {"rdzv_backend", "rdzv_endpoint", "rdzv_id", "torch-backend", "run-name", "detach"}
 
 
 def anchors(page):

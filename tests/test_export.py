@@ -1,6 +1,9 @@
 """`transformers` and EleutherAI's lm_eval read what export.py writes."""
 
+import base64
+import http.server
 import json
+import threading
 
 import pytest
 import torch
@@ -75,6 +78,72 @@ def test_lm_eval_computes_the_same_accuracy(command, tmp_path):
     assert results["results"]["multiple_choice"]["acc,none"] == pytest.approx(acc) and 0 < acc < 1
 
 
+class Uploads(http.server.BaseHTTPRequestHandler):
+    """The part of the hub's protocol that uploads a folder. The server's `repositories` are {name: {path: bytes}}."""
+
+    protocol_version = "HTTP/1.1"
+
+    def log_message(self, *_):
+        pass
+
+    def do_HEAD(self):
+        self.reply(200)
+
+    def do_POST(self):
+        hub, content = self.server, self.rfile.read(int(self.headers["Content-Length"]))
+        hub.log.append(self.path)
+        if self.headers["Authorization"] != "Bearer right":
+            self.reply(401, dict(error="Invalid username or password."))
+        elif self.path == "/api/repos/create":
+            asked = json.loads(content)
+            hub.visibility.append(asked["visibility"])
+            name = f"{asked['organization']}/{asked['name']}"
+            hub.repositories.setdefault(name, {})
+            self.reply(200, dict(url=f"{hub.url}/{name}", name=name))
+        elif "/preupload/" in self.path:
+            files = [file["path"] for file in json.loads(content)["files"]]
+            modes = [dict(path=path, uploadMode="lfs" if ".safe" in path else "regular") for path in files]
+            self.reply(200, dict(files=[mode | dict(shouldIgnore=False) for mode in modes]))
+        elif self.path.endswith("/objects/batch"):
+            objects = [each | dict(actions=dict(upload=dict(href=hub.url))) for each in json.loads(content)["objects"]]
+            self.reply(200, dict(transfer="basic", objects=objects))
+        elif hub.fails and "/commit/" in self.path:
+            self.reply(403, dict(error="Your storage is full."))
+        elif "/commit/" in self.path:
+            repository = hub.repositories[self.path.removeprefix("/api/models/").partition("/commit/")[0]]
+            for line in map(json.loads, content.splitlines()):
+                value = line["value"]
+                if line["key"] == "file":
+                    repository[value["path"]] = base64.b64decode(value["content"])
+                elif line["key"] == "lfsFile":
+                    repository[value["path"]] = hub.large
+            self.reply(200, dict(commitUrl=f"{hub.url}/me/model/commit/{'a' * 40}", commitOid="a" * 40))
+        else:
+            self.reply(200, {})  # validate-yaml
+
+    def do_PUT(self):
+        self.server.large = self.rfile.read(int(self.headers["Content-Length"]))
+        self.reply(200)
+
+    def reply(self, status, content=None):
+        body = b"" if content is None else json.dumps(content).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+
+PUSH = """
+import os, sys
+os.environ.update(HF_ENDPOINT="{url}", HF_HUB_OFFLINE="", HF_HOME="home", HF_HUB_DISABLE_XET="1", HF_TOKEN="{token}")
+os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
+import export
+from common.errors import run
+sys.argv[0] = "export.py"
+run(export.main)
+"""
+
+
 @pytest.fixture
 def checkpoint(tmp_path):
     """A checkpoint of a run that has facts and evaluations."""
@@ -103,9 +172,37 @@ def checkpoint(tmp_path):
     return folder
 
 
-def test_a_model_card_has_the_facts_of_the_run(call_main, checkpoint, tmp_path):
-    done = call_main("export.py", "log/run", "b", "--license", "mit")
-    assert done.returncode == 0 and "hf upload USER/b b --private" in done.stdout, done.stderr
+def test_push(command, call_main, script, checkpoint, tmp_path):
+    """The folder arrives with a model card of the run; what fails is one line."""
+    hub = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Uploads)
+    hub.url, hub.repositories, hub.visibility = f"http://127.0.0.1:{hub.server_port}", {}, []
+    hub.daemon_threads, hub.fails, hub.log = True, False, []
+    threading.Thread(target=hub.serve_forever, daemon=True).start()
+
+    def push(out, *args, token="right", url=hub.url):
+        path = script(PUSH.format(url=url, token=token))
+        return command(path, "log/run", out, *to, *args)
+
+    to = "--push", "me/model"
+    expect_error(call_main("export.py", "log/run", "a", *to), "--push needs --license")
+    dry = call_main("export.py", "log/run", "b", *to, "--license", "mit", "--dry_run")
+    assert dry.returncode == 0 and "would upload model.safetensors" in dry.stdout, dry.stderr
+    assert not hub.log and not (tmp_path / "b").exists()
+    error = push("c", "--license", "mit", token="wrong")
+    expect_error(error, "cannot push to me/model (", "401", "c is complete: hf upload me/model c --private")
+    error = push("d", "--license", "mit", "--public", url="http://127.0.0.1:9")
+    expect_error(error, "cannot push to me/model (offline", "d is complete: hf upload me/model d")
+    assert not hub.repositories
+    done = push("b", "--license", "mit")
+    assert done.returncode == 0 and f"{hub.url}/me/model" in done.stdout, done.stderr
+    assert hub.repositories["me/model"] == {path.name: path.read_bytes() for path in (tmp_path / "b").iterdir()}
+    assert hub.repositories["me/model"]["README.md"].decode() in dry.stdout
+    hub.fails = True
+    error = push("e", "--license", "mit", "--public")
+    expect_error(error, "cannot push to me/model (", "403", "e is complete: hf upload me/model e")
+    assert hub.visibility == ["private", "public"]
+    hub.shutdown()
+
     head, text = (tmp_path / "b" / "README.md").read_text().removeprefix("---\n").split("\n---\n")
     card = yaml.safe_load(head)
     assert card["license"] == "mit" and card["datasets"] == "HuggingFaceFW/fineweb-edu"

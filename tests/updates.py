@@ -31,5 +31,5 @@ def second_moments(checkpoint, weights):
     matrices = {name: weight for name, weight in weights.items() if ".h." in name and weight.dim() == 2}
     moments = {name: torch.empty(len(weight), 1) for name, weight in matrices.items()}
     files = [path.name for path in checkpoint.glob("*.safetensors")]
-    pieces.load(checkpoint, files, {f"second_moment.{name}": moments[name] for name in moments})
+    pieces.load(checkpoint, files, {f"second_moment.{name}": moments[name] for name in moments}, alone=True)
     return moments

@@ -13,16 +13,16 @@ def rows_of(command, tmp_path, name, ranks, *flags):
     return json.loads((folder / "checkpoints.json").read_text())["results"], done.stdout
 
 
-def test_two_ranks_save_and_load_their_shards(command, tmp_path):
+def test_two_ranks_save_and_load_their_shards_and_broadcast(command, tmp_path):
     rows, text = rows_of(command, tmp_path, "saved", 2, "--models", "tiny")
     assert [(row["saved"], row["read"], row["ranks"], row["files"]) for row in rows] == [
-        (f"2 x {saved}", read, 2, 2) for saved in ("ddp", "zero3") for read in ("ddp", "zero3")
+        (f"2 x {saved}", read, 2, 2) for saved in ("ddp", "zero3") for read in ("ddp", "zero3", "broadcast")
     ]
     parameters = 50257 * 128 + 1024 * 128 + 4 * 12 * 128**2
     for row in rows:
         assert all(row[phase] > 0 for phase in ("snapshot", "write", "verify", "load"))
         assert 12 * parameters < row["gb"] * 2**30 < 12.2 * parameters  # weights and two moments
-    assert "tiny, 2 x zero3 -> 2 x ddp" in text
+    assert "tiny, 2 x zero3 -> 2 x broadcast" in text
 
 
 def test_one_rank_reads_what_two_have_saved(command, train, tmp_path):
