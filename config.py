@@ -219,7 +219,8 @@ def defaults(typed):
     """The default Config for the flags on the command line, {name: value}: the recipes of --demo, --model tiny and
     --optimizer, overridden by the flags of --resume's run, then by --config's.
 
-    Without a GPU --ladder uses the demo, unless a flag names data, model, weights or device; it compiles tiny models.
+    Without a GPU --ladder uses the demo, unless there is --no_demo or a flag that names data, model, weights or device;
+    it compiles tiny models.
     Raises UserError for a file without flags.
     """
     in_files = {}
