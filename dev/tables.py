@@ -113,24 +113,26 @@ def markdown(columns, rows):
 
 
 def rungs():
-    """The rows of ladder.json, each with the row of its rung in ladder_second.json, from another card, as `second`.
+    """The rows of ladder.json, each with the row of its rung in ladder_second.json, from another card, as `second`, and
+    in ladder_h100.json as `h100`.
 
-    Raises UserError if the two are of different kinds of GPU, versions or commits."""
+    Raises UserError if the first two are of different kinds of GPU, versions or commits."""
     first, second = load("ladder"), load("ladder_second")
     if different := [key for key in ("card", "commit", "versions") if first[key] != second[key]]:
         raise UserError(f"ladder.json and ladder_second.json differ in {', '.join(different)}")
     others = {row["name"]: row for row in second["rows"]}
     if missing := [row["name"] for row in first["rows"] if row["name"] not in others]:
         raise UserError(f"ladder_second.json has no {', '.join(missing)}")
-    return [row | dict(second=others[row["name"]]) for row in first["rows"]]
+    h100 = {row["name"]: row for row in load("ladder_h100")["rows"]}
+    return [row | dict(second=others[row["name"]], h100=h100.get(row["name"])) for row in first["rows"]]
 
 
 def gains():
-    """The rows of ladder.json, those of 8 bits in ladder_fp8.json, and all rungs together of these and of the second
-    card, as "together", "together_fp8" and "together_second": the baseline was timed again in turn with the last rung.
+    """The rows of ladder.json, those of 8 bits in ladder_fp8.json, and all rungs together of each ladder, as
+    "together", "together_second", ...: the baseline was timed again in turn with the last rung.
     """
     rows = [*rungs(), *load("ladder_fp8")["rows"]]
-    for ladder in ("ladder", "ladder_second", "ladder_fp8"):
+    for ladder in ("ladder", "ladder_second", "ladder_h100", "ladder_fp8"):
         (again,) = (row for row in load(ladder)["more_rows"] if row["name"] == "baseline again")
         low, ratio, high = (1 / again[field] for field in ("high", "times_before", "low"))
         together = dict(times_before=ratio, low=low, high=high, mark=again["mark"])

@@ -118,13 +118,15 @@ def test_a_table_is_made_from_its_record(call_main, tmp_path, monkeypatch):
 def test_ladders_of_two_kinds_are_not_in_one_table(tmp_path, monkeypatch):
     monkeypatch.setattr(tables, "RECORDS", tmp_path)
     rows = [dict(name="baseline"), dict(name="tf32", times_before=2.0)]
-    record = dict(card="H100", commit="a", versions="2.15", rows=rows, interval="{times_before:.2f}", gain="{low} ×")
+    record = dict(card="H200", commit="a", versions="2.15", rows=rows, interval="{times_before:.2f}", gain="{low} ×")
     record["more_rows"] = [dict(name="baseline again", times_before=0.4, low=0.32, high=0.5, mark="")]
     fp8 = dict(rows=[dict(name="fp8", times_before=1.1)], more_rows=record["more_rows"])
     (tmp_path / "ladder_fp8.json").write_text(json.dumps(fp8))
     (tmp_path / "ladder.json").write_text(json.dumps(record))
     (tmp_path / "ladder_second.json").write_text(json.dumps(record | dict(rows=rows[::-1])))
+    (tmp_path / "ladder_h100.json").write_text(json.dumps(record | dict(card="H100", rows=rows[1:])))
     assert [row["second"]["name"] for row in tables.rungs()] == ["baseline", "tf32"]
+    assert [row["h100"] for row in tables.rungs()] == [None, rows[1]]
     assert tables.make("gain", "tf32") == "2.00" and tables.make("gain", "together") == "2.50"
     assert tables.make("times", "together_fp8") == "2.0 ×" and tables.make("gain", "fp8") == "1.10"
     with pytest.raises(UserError, match="no ladder has such a rung"):
