@@ -8,7 +8,6 @@ from common.interrupt import StopSignal
 
 import math
 import statistics
-import time
 from dataclasses import replace
 from functools import partial
 
@@ -30,7 +29,10 @@ FIRST_STEPS = 3  # for compilation and the optimizer's states; training goes no 
 # Of intervals that are looked at five times, 92 to 95% hold the gain
 STUDENT_T = {5: 2.776, 7: 2.447, 10: 2.262, 14: 2.160, 20: 2.093}
 ROUNDS = min(STUDENT_T)
-TURNS = 20  # of a run, in the seconds that it is timed, unless a step is longer: turns differ more than a turn's steps
+TURNS = 20  # of a run, in the seconds that it is timed, unless turns are longer: they differ more than a turn's steps
+# On a GPU the seconds of a turn's untimed steps, and the least of its timed steps: after a load that draws more or less
+# power the clock swings about its mean, by up to 4% of a step's time
+SETTLING_SECONDS = 1.0
 PRECISION = 0.006
 
 
@@ -43,7 +45,7 @@ class TimedRun(ChildRun):
         process calls first. Raises as answer().
         """
         super().__init__(partial(take_turns, accumulates, prepare), config, ranks, output)
-        self.rates, self.losses = [], []
+        self.rates, self.losses, self.untimed = [], [], 0
         try:
             self.facts = self.answer()
             self.train(FIRST_STEPS)
@@ -53,11 +55,13 @@ class TimedRun(ChildRun):
         self.rates.clear()
 
     def train(self, steps):
-        """Take steps; returns their median tokens/sec. Raises as answer()."""
-        self.ask(steps)
+        """Take steps; returns their median tokens/sec. From the second call on, untimed steps come before: one on a
+        CPU, on a GPU SETTLING_SECONDS. Raises as answer()."""
+        self.ask((self.untimed, steps))
         seconds, losses, tokens, self.peak_gb = self.answer()
         self.losses += losses
         self.seconds = statistics.median(seconds)  # of a step
+        self.untimed = math.ceil(SETTLING_SECONDS / self.seconds) if self.facts["cuda"] else 1
         self.rates.append(tokens / self.seconds)
         return self.rates[-1]
 
@@ -117,8 +121,10 @@ def compare(first, second, seconds, steps):
     Each is timed for about `seconds` and at least `steps` steps, on GPUs longer, for up to 20 rounds, while the gain is
     less certain than PRECISION. A CPU's steps vary too much for it.
     """
-    turn = max(seconds / TURNS, first.seconds, second.seconds)  # seconds; shares: steps
-    shares = {run: max(math.ceil(steps / ROUNDS), math.ceil(turn / run.seconds)) for run in (first, second)}
+    # Both runs' turns have one length: in longer ones a GPU's clock falls further
+    shortest = SETTLING_SECONDS if second.facts["cuda"] else 0
+    turn = max(seconds / TURNS, shortest, math.ceil(steps / ROUNDS) * max(first.seconds, second.seconds))
+    shares = {run: math.ceil(turn / run.seconds) for run in (first, second)}  # steps
     rounds, timed, asked = [], dict.fromkeys((first, second), 0.0), None
     for count, student_t in STUDENT_T.items():
         for number in range(len(rounds), count):  # A B, B A, A B, ...: a drift of the clock cancels
@@ -138,25 +144,22 @@ def compare(first, second, seconds, steps):
 
 
 def take_turns(accumulates, prepare, config, pipe):
-    """The work of a TimedRun's processes: as many steps as the pipe asks for, until it is closed.
+    """The work of a TimedRun's processes: as many untimed and timed steps as the pipe asks for, until it is closed.
 
-    After the first turn the learning rate is 0. The power that a GPU draws, and so its clock, depends on the numbers,
-    and of two runs in turn one would have more steps behind it.
+    An untimed step also takes back the memory that the other run had. After the first turn the learning rate is 0: the
+    power that a GPU draws, and so its clock, depends on the numbers, and of two runs in turn one would have more steps
+    behind it.
     """
     if prepare:
         prepare()
     distributed = process_group.start(config.device, config.tensor, config.context, config.pipeline)
     start = resume.find_start(config, distributed)
     config, _ = resolve(config, distributed, memory.free_memory(distributed), start, chosen_flags(config))
-    small = config.micro_batch_size * config.seq_len * distributed.data_size
     if not accumulates:
-        config = replace(config, total_batch_size=small)
+        config = replace(config, total_batch_size=config.micro_batch_size * config.seq_len * distributed.data_size)
     stream, _, data = open_streams(config, distributed)
-    batches = stream, config.micro_batch_size, config.seq_len, distributed
-    loader, first_batch = Loader(*batches), Loader(*batches).next_batch()
+    loader = Loader(stream, config.micro_batch_size, config.seq_len, distributed)
     trainer = build(config, distributed, start.weights, start.sizes)
-    batch_size = small if config.pipeline == 1 else config.total_batch_size  # a pipeline needs all micro-batches
-    untimed = replace(trainer, config=replace(config, total_batch_size=batch_size))
     device, stop, step = distributed.device, StopSignal(), 0
     if distributed.is_main:
         facts = dict(vars(config), world_size=distributed.world_size, dataset=dataset_name(config.data_dir))
@@ -164,21 +167,16 @@ def take_turns(accumulates, prepare, config, pipe):
         facts |= dict(peak_flops=peak_flops(device) * distributed.world_size)
         pipe.send(facts | environment(device))
     while True:
-        steps, results = pipe.recv(), []
-        if step:  # one micro-batch and an update take back the memory that the other run had
-            train_step(untimed, step, lambda _: first_batch, stop)
-            if device.type == "cuda":
-                torch.cuda.synchronize()
-        for _ in range(steps):
+        (untimed, steps), results = pipe.recv(), []
+        for _ in range(untimed + steps):
             if pipe.poll():  # closed: the process that asks has ended
                 raise EOFError
             results.append(train_step(trainer, step, loader.next_batch, stop))
             step += 1
-        seconds, losses = [result.seconds for result in results], [result.loss for result in results]
+        timed = results[untimed:]
+        seconds, losses = [result.seconds for result in timed], [result.loss for result in timed]
         if device.type == "cuda":
-            ended = time.perf_counter()
-            torch.cuda.synchronize()
-            seconds[-1] += time.perf_counter() - ended  # of the last update; a step's time has the update before it
+            torch.cuda.synchronize()  # the last update, which the time of no step has: each has the update before it
             torch.cuda.empty_cache()
         for group in trainer.optimizer.param_groups:
             group["peak"] = 0.0

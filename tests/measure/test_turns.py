@@ -8,17 +8,16 @@ import pytest
 from texts import write_corpus
 
 from config import INTERVALS, Config
-from measure.turns import FIRST_STEPS, TimedRun, compare
+from measure.turns import FIRST_STEPS, SETTLING_SECONDS, TimedRun, compare
 from watch.hardware import GPU_FACTS
 
 
 class Clock:
     """Stands in for a TimedRun: its rates, and a log of whose turn it was."""
 
-    def __init__(self, name, rates, turns, seconds=0.5):
+    def __init__(self, name, rates, turns, seconds=0.5, cuda="13.2"):
         self.name, self.rates, self.turns, self.seconds = name, iter(rates), turns, seconds
-
-    facts, asked = dict(cuda="13.2"), 0
+        self.facts, self.asked = dict(cuda=cuda), 0
 
     def ask_gpu(self):
         self.asked += 1
@@ -36,18 +35,21 @@ def test_the_gain_is_that_of_the_rounds_in_turn():
     gain = compare(first, second, seconds=2.5, steps=20)
     assert gain.pop("rounds") == [(rate, pytest.approx(1.2 * rate)) for rate in drift]
     assert [*gain.pop("gpu").values()] == [*map(str, range(len(GPU_FACTS)))] and (first.asked, second.asked) == (0, 1)
-    assert gain.pop("steps") == [20, 25] and gain.pop("seconds") == pytest.approx([10, 2.5])
+    assert gain.pop("steps") == [20, 100] and gain.pop("seconds") == pytest.approx([10, 10])
     assert gain == pytest.approx(dict(ratio=1.2, low=1.2, high=1.2, is_clear=True))
     assert "".join(name for name, _ in turns) == "ABBAABBAAB"
-    assert set(turns) == {("A", 4), ("B", 5)}  # 20 steps at least, and as long as a step of the other
+    assert set(turns) == {("A", 4), ("B", 20)}  # 20 steps at least, and turns of one length
 
 
 @pytest.mark.parametrize("step, rounds, share", [(0.85, 7, 1), (0.98, 7, 1), (1.02, 5, 1), (0.1, 20, 3)])
 def test_the_rounds_have_the_seconds(step, rounds, share):
-    """Long steps have a turn each: five of 0.85 s are 4.25 s of the 5 asked for. A turn has 0.25 s of short ones."""
-    turns = []
-    compare(Clock("A", [1] * 20, turns, step), Clock("B", [1] * 20, turns, step), seconds=5, steps=5)
-    assert [steps for _, steps in turns] == [share] * 2 * rounds
+    """Long steps have a turn each: five of 0.85 s are 4.25 s of the 5 asked for. A CPU's turn has 0.25 s of short
+    ones, a GPU's a second."""
+    for cuda, expected in ((None, [share] * 2 * rounds), ("13.2", [math.ceil(1 / step)] * 2 * 5)):
+        turns = []
+        runs = (Clock(name, [1] * 20, turns, step, cuda) for name in "AB")
+        compare(*runs, seconds=5, steps=5)
+        assert [steps for _, steps in turns] == expected
 
 
 def test_a_slow_turn_does_not_end_the_timing():
@@ -57,7 +59,7 @@ def test_a_slow_turn_does_not_end_the_timing():
             return super().train(steps)
 
     turns = []
-    runs = (Stutters(name, [1] * 20, turns, seconds=0.05) for name in "AB")
+    runs = (Stutters(name, [1] * 20, turns, 0.05, cuda=None) for name in "AB")
     assert min(compare(*runs, seconds=5, steps=5)["seconds"]) >= 5 and len(turns) == 40
 
 
@@ -85,6 +87,12 @@ def test_after_the_first_steps_the_weights_stay_as_they_are(tmp_path):
     run = TimedRun(config, 1, output, prepare=partial(print, "prepared"))
     run.train(2)
     run.train(1)
+    untimed = [run.untimed]
+    run.facts["cuda"] = "13.2"
+    run.train(1)
+    untimed.append(run.untimed)
     run.close()
     assert output.read_text().startswith("prepared")
+    assert len(run.losses) == FIRST_STEPS + 4  # those of untimed steps are not among them
     assert len(set(run.losses)) == FIRST_STEPS + 1 and len(set(run.losses[FIRST_STEPS:])) == 1
+    assert untimed == [1, math.ceil(SETTLING_SECONDS / run.seconds)]
