@@ -30,8 +30,8 @@ FIRST_STEPS = 3  # for compilation and the optimizer's states; training goes no 
 STUDENT_T = {5: 2.776, 7: 2.447, 10: 2.262, 14: 2.160, 20: 2.093}
 ROUNDS = min(STUDENT_T)
 TURNS = 20  # of a run, in the seconds that it is timed, unless turns are longer: they differ more than a turn's steps
-# On a GPU the seconds of a turn's untimed steps, and the least of its timed steps: after a load that draws more or less
-# power the clock swings about its mean, by up to 4% of a step's time
+# Of a GPU: of untimed steps after the other run's turn, and at least of a turn's timed steps. After a load that draws
+# more or less power the clock swings about its mean, by up to 4% of a step's time
 SETTLING_SECONDS = 1.0
 PRECISION = 0.006
 
@@ -45,7 +45,7 @@ class TimedRun(ChildRun):
         process calls first. Raises as answer().
         """
         super().__init__(partial(take_turns, accumulates, prepare), config, ranks, output)
-        self.rates, self.losses, self.untimed = [], [], 0
+        self.rates, self.losses, self.settling_steps = [], [], 0
         try:
             self.facts = self.answer()
             self.train(FIRST_STEPS)
@@ -54,14 +54,14 @@ class TimedRun(ChildRun):
             raise
         self.rates.clear()
 
-    def train(self, steps):
+    def train(self, steps, again=False):
         """Take steps; returns their median tokens/sec. From the second call on, untimed steps come before: one on a
-        CPU, on a GPU SETTLING_SECONDS. Raises as answer()."""
-        self.ask((self.untimed, steps))
+        CPU, or if this run also had the turn before (again), else SETTLING_SECONDS. Raises as answer()."""
+        self.ask((min(1, self.settling_steps) if again else self.settling_steps, steps))
         seconds, losses, tokens, self.peak_gb = self.answer()
         self.losses += losses
         self.seconds = statistics.median(seconds)  # of a step
-        self.untimed = math.ceil(SETTLING_SECONDS / self.seconds) if self.facts["cuda"] else 1
+        self.settling_steps = math.ceil(SETTLING_SECONDS / self.seconds) if self.facts["cuda"] else 1
         self.rates.append(tokens / self.seconds)
         return self.rates[-1]
 
@@ -118,24 +118,26 @@ def compare(first, second, seconds, steps):
     1, the two rates of each round, how many steps and seconds (median times steps) each of the two was timed, and
     watch.hardware.gpu_facts() at one moment of the rounds.
 
-    Each is timed for about `seconds` and at least `steps` steps, on GPUs longer, for up to 20 rounds, while the gain is
-    less certain than PRECISION. A CPU's steps vary too much for it.
+    Each is timed for about `seconds` and at least `steps` steps, on GPUs for up to twice as long while the gain is less
+    certain than PRECISION. A CPU's steps vary too much for it.
     """
     # Both runs' turns have one length: in longer ones a GPU's clock falls further
-    shortest = SETTLING_SECONDS if second.facts["cuda"] else 0
+    shortest, most = (SETTLING_SECONDS, 2 * seconds) if second.facts["cuda"] else (0, seconds)
     turn = max(seconds / TURNS, shortest, math.ceil(steps / ROUNDS) * max(first.seconds, second.seconds))
     shares = {run: math.ceil(turn / run.seconds) for run in (first, second)}  # steps
-    rounds, timed, asked = [], dict.fromkeys((first, second), 0.0), None
+    rounds, timed, asked, last = [], dict.fromkeys((first, second), 0.0), None, None
     for count, student_t in STUDENT_T.items():
         for number in range(len(rounds), count):  # A B, B A, A B, ...: a drift of the clock cancels
-            rates = {run: run.train(shares[run]) for run in ((first, second), (second, first))[number % 2]}
+            rates = {}
+            for run in ((first, second), (second, first))[number % 2]:
+                rates[run], last = run.train(shares[run], again=run is last), run
             rounds.append((rates[first], rates[second]))
             asked = asked or second.ask_gpu()  # it answers while other rounds run
             for run, share in shares.items():
                 timed[run] += share * run.seconds
         logs = [math.log(own / before) for before, own in rounds]
         mean, margin = statistics.mean(logs), student_t * statistics.stdev(logs) / math.sqrt(count)
-        if min(timed.values()) >= seconds and (margin <= PRECISION or second.facts["cuda"] is None):
+        if min(timed.values()) >= (seconds if margin <= PRECISION else most):
             break
     ratio, low, high = map(math.exp, (mean, mean - margin, mean + margin))
     gain = dict(ratio=ratio, low=low, high=high, is_clear=not low <= 1 <= high, rounds=rounds)
