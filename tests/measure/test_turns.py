@@ -2,13 +2,13 @@
 
 import math
 import subprocess
-from functools import partial
 
 import pytest
 from texts import write_corpus
 
 from config import INTERVALS, Config
-from measure.turns import FIRST_STEPS, TimedRun, compare
+from measure import turns
+from measure.turns import FIRST_STEPS, SETTLING_SECONDS, TimedRun, compare
 from watch.hardware import GPU_FACTS
 
 
@@ -79,22 +79,25 @@ def test_the_interval_gets_more_rounds_while_it_is_wide(spread, rounds, student_
     assert gain["is_clear"] == (gain["low"] > 1)
 
 
+def print_steps():
+    turns.train_step = lambda *args, step=turns.train_step: print("a step", flush=True) or step(*args)
+
+
 def test_after_the_first_steps_the_weights_stay_as_they_are(tmp_path):
     """A step reads all the tokens that there are, so equal weights have equal losses."""
     write_corpus(tmp_path, sizes=(400, 128))
     small = dict(n_layer=1, n_head=2, n_embd=32, seq_len=32, total_batch_size=128, micro_batch_size=2, lr=1e-2)
     plain = dict(device="cpu", compile=False, shuffle=False, warmup_steps=0, **dict.fromkeys(INTERVALS, 0))
     config, output = Config(data_dir=str(tmp_path), **small, **plain), tmp_path / "output.txt"
-    run = TimedRun(config, 1, output, prepare=partial(print, "prepared"))
-    run.train(2)
-    run.train(1)
-    settling = [run.settling_steps]
-    run.facts["cuda"] = "13.2"
-    run.train(1)
-    settling.append(run.settling_steps)
-    run.train(1, again=True)
+    run = TimedRun(config, 1, output, prepare=print_steps)
+    taken = [FIRST_STEPS]
+    for steps, again, cuda in ((2, False, None), (1, False, "13.2"), (1, False, None), (2, True, None)):
+        untimed = 1 if again else run.settling_steps
+        run.facts["cuda"] = cuda
+        run.train(steps, again)
+        taken.append(untimed + steps)
+        assert run.settling_steps == (math.ceil(SETTLING_SECONDS / run.seconds) if cuda else 1)
     run.close()
-    assert output.read_text().startswith("prepared")
-    assert len(run.losses) == FIRST_STEPS + 5  # those of untimed steps are not among them
+    assert output.read_text().count("a step") == sum(taken)
+    assert len(run.losses) == FIRST_STEPS + 6  # those of untimed steps are not among them
     assert len(set(run.losses)) == FIRST_STEPS + 1 and len(set(run.losses[FIRST_STEPS:])) == 1
-    assert settling[0] == 1 and settling[1] > 5
