@@ -52,8 +52,8 @@ class Ladder:
         ),
     ] = "all"
     ladder_seconds: float = flag(5.0, at_least=0)
-    """Seconds that each rung is timed, in turn with the rung before; on GPUs up to twice as many, while its gain is
-    uncertain by more than 0.6%."""
+    """Seconds that each rung is timed, in turn with the rung before; on a GPU at least five turns of a second, and
+    about twice as long while its gain is uncertain by more than 0.6%."""
     ladder_steps: int = flag(10, at_least=ROUNDS)
     """Steps that each rung is timed, at least, in turn with the rung before, and again with the next."""
 

@@ -132,7 +132,7 @@ def gains():
     "together", "together_second", ...: the baseline was timed again in turn with the last rung.
     """
     rows = [*rungs(), *load("ladder_fp8")["rows"]]
-    for ladder in ("ladder", "ladder_second", "ladder_h100", "ladder_fp8"):
+    for ladder in ("ladder", "ladder_second", "ladder_h100", "ladder_h100_second", "ladder_fp8"):
         (again,) = (row for row in load(ladder)["more_rows"] if row["name"] == "baseline again")
         low, ratio, high = (1 / again[field] for field in ("high", "times_before", "low"))
         together = dict(times_before=ratio, low=low, high=high, mark=again["mark"])

@@ -15,11 +15,11 @@ import tyro
 
 from common.cli import check_bounds, complaints, flag, flags_with, given
 from common.errors import UserError, run
-from config import SETTLING_STEPS, Config, read_command_line
+from config import Config, read_command_line
 from measure import figures
 from measure.child_run import SPEED, begin, count_devices, finish, shown_command, speed
 from measure.figures import describe
-from measure.turns import measure
+from measure.turns import FIRST_STEPS, measure
 from optimizations import RUNGS
 
 # Flags that have an effect on several GPUs only
@@ -73,7 +73,7 @@ def sweep(config, typed=()):
         changed = replace(config, **dict(gpus=gpus) | cell)
         row = measure_cell(changed, results, f"{index:02d}") | dict(cell=cell)
         draw = partial(figures.heat_map, axes, results.rows)
-        note = f"Medians of {config.steps} steps after {SETTLING_STEPS} to warm up."
+        note = f"Medians of {config.steps} steps, after the first {FIRST_STEPS} and, on a GPU, another second."
         results.add(row, [describe(cell), *speed(row)], note, draw)
     done = sorted(results.done, key=lambda row: row["tokens_per_sec"])
     if not done:

@@ -29,9 +29,10 @@ FIRST_STEPS = 3  # for compilation and the optimizer's states; training goes no 
 # Of intervals that are looked at five times, 92 to 95% hold the gain
 STUDENT_T = {5: 2.776, 7: 2.447, 10: 2.262, 14: 2.160, 20: 2.093}
 ROUNDS = min(STUDENT_T)
-TURNS = 20  # of a run, in the seconds that it is timed, unless turns are longer: they differ more than a turn's steps
-# Of a GPU: of untimed steps after the other run's turn, and at least of a turn's timed steps. After a load that draws
-# more or less power the clock swings about its mean, by up to 4% of a step's time
+# Of a run, in the longest time that it gets, or fewer and longer ones. Many: turns differ more than the steps of a turn
+TURNS = 20
+# On a GPU: of the untimed steps after the other run's turn, and at least of a turn. After a load that draws more or
+# less power the clock swings, and a step's time by up to 5%
 SETTLING_SECONDS = 1.0
 PRECISION = 0.006
 
@@ -56,11 +57,12 @@ class TimedRun(ChildRun):
 
     def train(self, steps, again=False):
         """Take steps; returns their median tokens/sec. From the second call on, untimed steps come before: one on a
-        CPU, or if this run also had the turn before (again), else SETTLING_SECONDS. Raises as answer()."""
-        self.ask((min(1, self.settling_steps) if again else self.settling_steps, steps))
+        CPU, or if this run also had the turn before (again), else SETTLING_SECONDS of them. Raises as answer()."""
+        self.ask((1 if again else self.settling_steps, steps))
         seconds, losses, tokens, self.peak_gb = self.answer()
         self.losses += losses
-        self.seconds = statistics.median(seconds)  # of a step
+        # Of a step; the first ones compile
+        self.seconds = statistics.median(seconds) if self.settling_steps else min(seconds)
         self.settling_steps = math.ceil(SETTLING_SECONDS / self.seconds) if self.facts["cuda"] else 1
         self.rates.append(tokens / self.seconds)
         return self.rates[-1]
@@ -118,13 +120,14 @@ def compare(first, second, seconds, steps):
     1, the two rates of each round, how many steps and seconds (median times steps) each of the two was timed, and
     watch.hardware.gpu_facts() at one moment of the rounds.
 
-    Each is timed for about `seconds` and at least `steps` steps, on GPUs for up to twice as long while the gain is less
-    certain than PRECISION. A CPU's steps vary too much for it.
+    Each is timed for about `seconds` and at least `steps` steps, on a GPU for at least five turns of SETTLING_SECONDS,
+    and for about twice as long while the gain is less certain than PRECISION. A CPU's steps vary too much for that.
     """
-    # Both runs' turns have one length: in longer ones a GPU's clock falls further
+    # Both runs' turns have about one length: in longer ones a GPU's clock falls further
     shortest, most = (SETTLING_SECONDS, 2 * seconds) if second.facts["cuda"] else (0, seconds)
-    turn = max(seconds / TURNS, shortest, math.ceil(steps / ROUNDS) * max(first.seconds, second.seconds))
-    shares = {run: math.ceil(turn / run.seconds) for run in (first, second)}  # steps
+    turn = max(most / TURNS, shortest, math.ceil(steps / ROUNDS) * max(first.seconds, second.seconds))
+    turn = max(math.ceil(turn / run.seconds) * run.seconds for run in (first, second))
+    shares = {run: round(turn / run.seconds) for run in (first, second)}  # steps
     rounds, timed, asked, last = [], dict.fromkeys((first, second), 0.0), None, None
     for count, student_t in STUDENT_T.items():
         for number in range(len(rounds), count):  # A B, B A, A B, ...: a drift of the clock cancels

@@ -124,7 +124,8 @@ def test_ladders_of_two_kinds_are_not_in_one_table(tmp_path, monkeypatch):
     (tmp_path / "ladder_fp8.json").write_text(json.dumps(fp8))
     (tmp_path / "ladder.json").write_text(json.dumps(record))
     (tmp_path / "ladder_second.json").write_text(json.dumps(record | dict(rows=rows[::-1])))
-    (tmp_path / "ladder_h100.json").write_text(json.dumps(record | dict(card="H100", rows=rows[1:])))
+    for name in ("ladder_h100", "ladder_h100_second"):
+        (tmp_path / f"{name}.json").write_text(json.dumps(record | dict(card="H100", rows=rows[1:])))
     assert [row["second"]["name"] for row in tables.rungs()] == ["baseline", "tf32"]
     assert [row["h100"] for row in tables.rungs()] == [None, rows[1]]
     assert tables.make("gain", "tf32") == "2.00" and tables.make("gain", "together") == "2.50"

@@ -53,6 +53,12 @@ def test_the_rounds_have_the_seconds(step, rounds, share):
         assert [steps for _, steps in turns] == expected
 
 
+def test_turns_have_about_one_length():
+    turns = []
+    compare(Clock("A", [1] * 20, turns, 0.85), Clock("B", [1] * 20, turns, 0.6), seconds=5, steps=5)
+    assert set(turns) == {("A", 2), ("B", 3)}  # a second is two steps of both, 1.7 and 1.2 s
+
+
 def test_a_slow_turn_does_not_end_the_timing():
     class Stutters(Clock):
         def train(self, steps, again=False):
@@ -91,7 +97,7 @@ def test_after_the_first_steps_the_weights_stay_as_they_are(tmp_path):
     config, output = Config(data_dir=str(tmp_path), **small, **plain), tmp_path / "output.txt"
     run = TimedRun(config, 1, output, prepare=print_steps)
     taken = [FIRST_STEPS]
-    for steps, again, cuda in ((2, False, None), (1, False, "13.2"), (1, False, None), (2, True, None)):
+    for steps, again, cuda in ((2, False, None), (1, False, "13.2"), (2, True, "13.2"), (1, False, None)):
         untimed = 1 if again else run.settling_steps
         run.facts["cuda"] = cuda
         run.train(steps, again)
