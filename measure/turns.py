@@ -46,7 +46,7 @@ class TimedRun(ChildRun):
         process calls first. Raises as answer().
         """
         super().__init__(partial(take_turns, accumulates, prepare), config, ranks, output)
-        self.rates, self.losses, self.settling_steps = [], [], 0
+        self.rates, self.losses, self.seconds = [], [], None  # seconds: of a step
         try:
             self.facts = self.answer()
             self.train(FIRST_STEPS)
@@ -58,12 +58,16 @@ class TimedRun(ChildRun):
     def train(self, steps, again=False):
         """Take steps; returns their median tokens/sec. From the second call on, untimed steps come before: one on a
         CPU, or if this run also had the turn before (again), else SETTLING_SECONDS of them. Raises as answer()."""
-        self.ask((1 if again else self.settling_steps, steps))
+        if self.seconds is None:
+            untimed = 0
+        elif again or not self.facts["cuda"]:
+            untimed = 1
+        else:
+            untimed = math.ceil(SETTLING_SECONDS / self.seconds)
+        self.ask((untimed, steps))
         seconds, losses, tokens, self.peak_gb = self.answer()
         self.losses += losses
-        # Of a step; the first ones compile
-        self.seconds = statistics.median(seconds) if self.settling_steps else min(seconds)
-        self.settling_steps = math.ceil(SETTLING_SECONDS / self.seconds) if self.facts["cuda"] else 1
+        self.seconds = statistics.median(seconds) if self.seconds else min(seconds)  # the first ones compile
         self.rates.append(tokens / self.seconds)
         return self.rates[-1]
 
