@@ -325,20 +325,17 @@ def train(command, call_main, corpus, tmp_path):
     return call
 
 
-# Trains once for each list of arguments, in the same processes. With --mask_documents attention takes the offsets, as
-# on a GPU; the single rank that these runs are compared with takes a mask.
-SEVERAL = """
-import json, os, sys, warnings
+# With --mask_documents attention takes the offsets, as on a GPU; the single rank that these runs are compared with
+# takes a mask
+ON_SEVERAL = """
+import warnings
 import model, reference, torch.nn.attention.varlen, train_gpt2
 model.has_varlen_attention = lambda *_: True
 torch.nn.attention.varlen.varlen_attn = reference.varlen_attn
 warnings.simplefilter("error", FutureWarning)  # a call that PyTorch deprecates
 from checkpoints import pieces
 pieces.FILE_BYTES = 100_000  # several files a rank
-for port, arguments in json.load(open(sys.argv[1])):
-    os.environ["MASTER_PORT"] = str(port)
-    sys.argv = ["train_gpt2.py", *arguments]
-    train_gpt2.main()
+train_gpt2.main()
 """
 
 
@@ -365,14 +362,12 @@ def script(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def train_several(command, script, corpus, tmp_path):
+def train_several(train, script, tmp_path):
     """Train tiny GPT-2s on so many ranks, {run's name: flags}, as on several machines; returns their folders."""
 
     def call(ranks, runs, machines=1):
-        flags = [[*TINY, "--data_dir", str(corpus), "--run_name", name, *map(str, runs[name])] for name in runs]
-        (tmp_path / "runs.json").write_text(json.dumps([(free_port(), each) for each in flags]))
-        done = command(script(SEVERAL), "runs.json", ranks=ranks, machines=machines)
-        assert done.returncode == 0, done.stdout + done.stderr
+        for name, flags in runs.items():  # each in its own processes: none inherits what another left behind
+            train(name, *flags, script=script(ON_SEVERAL), ranks=ranks, machines=machines)
         return [tmp_path / "log" / name for name in runs]
 
     return call

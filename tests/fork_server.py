@@ -170,6 +170,7 @@ def main(socket_file, listener):
 
     sys.executable = os.path.join(os.path.dirname(socket_file), PYTHON)
     args = serve(socket.socket(fileno=int(listener)), sys.stdin.buffer)
+    faulthandler.enable(file=2)  # says where PyTorch's C++ crashes
     faulthandler.dump_traceback_later(TIMEOUT - 20, file=2)  # says where it hangs
     run_python(args)
 
