@@ -362,13 +362,12 @@ def script(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def train_several(train, script, tmp_path):
+def train_several(train, script):
     """Train tiny GPT-2s on so many ranks, {run's name: flags}, as on several machines; returns their folders."""
 
     def call(ranks, runs, machines=1):
-        for name, flags in runs.items():  # each in its own processes: none inherits what another left behind
-            train(name, *flags, script=script(ON_SEVERAL), ranks=ranks, machines=machines)
-        return [tmp_path / "log" / name for name in runs]
+        options = dict(script=script(ON_SEVERAL), ranks=ranks, machines=machines)
+        return [train(name, *flags, **options) for name, flags in runs.items()]
 
     return call
 
