@@ -22,16 +22,16 @@ from common.errors import UserError, run
 from config import SETTLING_STEPS, Config, read_command_line
 from measure import figures
 from measure.child_run import OUT_OF_MEMORY, SPEED, begin, count_devices, finish, gain_texts, mark, speed
-from measure.turns import FIRST_STEPS, ROUNDS, STUDENT_T, measure
+from measure.turns import FIRST_STEPS, ROUNDS, measure
 from optimizations import RUNGS, turn_off_unavailable
 from parallel.memory import bytes_of_states, params_of_rank
 from parallel.process_group import Distributed
 
 COLUMNS = ("rung", *SPEED, "× before", "95%", "× first", "loss")
 NOTE = (
-    f"A rung is timed in turn with the rung before, in {ROUNDS} to {max(STUDENT_T)} rounds: × before is the mean of "
-    "their ratios, with its 95% interval; ≈: the interval holds 1. × first is tokens/sec over the baseline's. Losses "
-    f"are those of step {FIRST_STEPS}: compare only rows with the same recipe and tokens a step."
+    f"A rung is timed in turn with the rung before, in {ROUNDS} rounds: × before is the mean of their ratios, with its "
+    "95% interval; ≈: the interval holds 1. × first is tokens/sec over the baseline's. Losses are those of step "
+    f"{FIRST_STEPS}: compare only rows with the same recipe and tokens a step."
 )
 FIRST_MICRO_BATCH = 32  # of the first rungs on a GPU, halved until it fits: with all off it needs 56 GB
 DRIFT = 0.1  # change of the baseline's speed, by other programs or the clock, that is reported
@@ -52,8 +52,7 @@ class Ladder:
         ),
     ] = "all"
     ladder_seconds: float = flag(5.0, at_least=0)
-    """Seconds that each rung is timed, in turn with the rung before; on a GPU at least five turns of a second, and
-    about twice as long while its gain is uncertain by more than 0.6%."""
+    """Seconds that each rung is timed, about, in turn with the rung before."""
     ladder_steps: int = flag(10, at_least=ROUNDS)
     """Steps that each rung is timed, at least, in turn with the rung before, and again with the next."""
 

@@ -25,16 +25,11 @@ from train_gpt2 import build, train_step
 from watch.hardware import ask_nvidia_smi, environment, flops_per_token, gpu_facts, mfu, peak_flops, peak_memory
 
 FIRST_STEPS = 3  # for compilation and the optimizer's states; training goes no further
-# Rounds in turn, and Student's t of a gain's 95% interval after them; more while it is wider than PRECISION to a side.
-# Of intervals that are looked at five times, 92 to 95% hold the gain
-STUDENT_T = {5: 2.776, 7: 2.447, 10: 2.262, 14: 2.160, 20: 2.093}
-ROUNDS = min(STUDENT_T)
-# Of a run, in the longest time that it gets, or fewer and longer ones. Many: turns differ more than the steps of a turn
-TURNS = 20
-# On a GPU: of the untimed steps after the other run's turn, and at least of a turn. After a load that draws more or
-# less power the clock swings, and a step's time by up to 5%
-SETTLING_SECONDS = 1.0
-PRECISION = 0.006
+ROUNDS = 5  # in turn
+STUDENT_T = 2.776  # of a 95% interval, for ROUNDS - 1 degrees of freedom
+# On a GPU, of the untimed steps before a turn. The power limit makes the clock swing, once a second and less and less,
+# after every start of a load
+SETTLING_SECONDS = 0.5
 
 
 class TimedRun(ChildRun):
@@ -55,19 +50,17 @@ class TimedRun(ChildRun):
             raise
         self.rates.clear()
 
-    def train(self, steps, again=False):
-        """Take steps; returns their median tokens/sec. From the second call on, untimed steps come before: one on a
-        CPU, or if this run also had the turn before (again), else SETTLING_SECONDS of them. Raises as answer()."""
-        if self.seconds is None:
-            untimed = 0
-        elif again or not self.facts["cuda"]:
-            untimed = 1
-        else:
-            untimed = math.ceil(SETTLING_SECONDS / self.seconds)
+    def train(self, steps):
+        """Take steps; returns their tokens/sec. From the second call on, untimed steps come before: SETTLING_SECONDS of
+        them on a GPU, one on a CPU. Raises as answer()."""
+        untimed = 0
+        if self.seconds:
+            untimed = math.ceil(SETTLING_SECONDS / self.seconds) if self.facts["cuda"] else 1
         self.ask((untimed, steps))
         seconds, losses, tokens, self.peak_gb = self.answer()
         self.losses += losses
-        self.seconds = statistics.median(seconds) if self.seconds else min(seconds)  # the first ones compile
+        # The mean, since the clock swings. The first steps compile
+        self.seconds = statistics.mean(seconds) if self.seconds else min(seconds)
         self.rates.append(tokens / self.seconds)
         return self.rates[-1]
 
@@ -120,35 +113,27 @@ def compare(first, second, seconds, steps):
     """The gain of a TimedRun over another, in turn: dict(ratio=, low=, high=, is_clear=, rounds=, steps=, seconds=,
     gpu=).
 
-    It is the geometric mean over the rounds of the ratios of tokens/sec, its 95% interval, whether that does not hold
-    1, the two rates of each round, how many steps and seconds (median times steps) each of the two was timed, and
-    watch.hardware.gpu_facts() at one moment of the rounds.
-
-    Each is timed for about `seconds` and at least `steps` steps, on a GPU for at least five turns of SETTLING_SECONDS,
-    and for about twice as long while the gain is less certain than PRECISION. A CPU's steps vary too much for that.
+    It is the geometric mean over ROUNDS rounds of the ratios of tokens/sec, its 95% interval, whether that does not
+    hold 1, the two rates of each round, how many steps and seconds each of the two was timed, and
+    watch.hardware.gpu_facts() at one moment of the rounds. Each is timed for about `seconds` and at least `steps`
+    steps.
     """
-    # Both runs' turns have about one length: in longer ones a GPU's clock falls further
-    shortest, most = (SETTLING_SECONDS, 2 * seconds) if second.facts["cuda"] else (0, seconds)
-    turn = max(most / TURNS, shortest, math.ceil(steps / ROUNDS) * max(first.seconds, second.seconds))
+    turn = max(seconds / ROUNDS, math.ceil(steps / ROUNDS) * max(first.seconds, second.seconds))
     turn = max(math.ceil(turn / run.seconds) * run.seconds for run in (first, second))
-    shares = {run: round(turn / run.seconds) for run in (first, second)}  # steps
-    rounds, timed, asked, last = [], dict.fromkeys((first, second), 0.0), None, None
-    for count, student_t in STUDENT_T.items():
-        for number in range(len(rounds), count):  # A B, B A, A B, ...: a drift of the clock cancels
-            rates = {}
-            for run in ((first, second), (second, first))[number % 2]:
-                rates[run], last = run.train(shares[run], again=run is last), run
-            rounds.append((rates[first], rates[second]))
-            asked = asked or second.ask_gpu()  # it answers while other rounds run
-            for run, share in shares.items():
-                timed[run] += share * run.seconds
-        logs = [math.log(own / before) for before, own in rounds]
-        mean, margin = statistics.mean(logs), student_t * statistics.stdev(logs) / math.sqrt(count)
-        if min(timed.values()) >= (seconds if margin <= PRECISION else most):
-            break
+    shares = {run: round(turn / run.seconds) for run in (first, second)}  # steps: both turns have about one length
+    rounds, timed, asked = [], dict.fromkeys((first, second), 0.0), None
+    for number in range(ROUNDS):  # B A, A B, ...: a drift of the clock cancels
+        rates = {}
+        for run in ((second, first), (first, second))[number % 2]:
+            rates[run] = run.train(shares[run])
+            timed[run] += shares[run] * run.seconds
+        rounds.append((rates[first], rates[second]))
+        asked = asked or second.ask_gpu()  # it answers while other rounds run
+    logs = [math.log(own / before) for before, own in rounds]
+    mean, margin = statistics.mean(logs), STUDENT_T * statistics.stdev(logs) / math.sqrt(ROUNDS)
     ratio, low, high = map(math.exp, (mean, mean - margin, mean + margin))
     gain = dict(ratio=ratio, low=low, high=high, is_clear=not low <= 1 <= high, rounds=rounds)
-    gain |= dict(steps=[len(rounds) * share for share in shares.values()], seconds=[*timed.values()])
+    gain |= dict(steps=[ROUNDS * share for share in shares.values()], seconds=[*timed.values()])
     return gain | dict(gpu=gpu_facts(asked))
 
 
