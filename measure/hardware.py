@@ -36,11 +36,11 @@ NAMES = {"V100": "V100, 16 in a DGX-2"}
 # Of each of 8 A100s, T = 1,024: https://github.com/mosaicml/llm-foundry/tree/main/scripts/train/benchmarking, 43.15%
 # MFU; https://github.com/karpathy/llm.c/discussions/481, 10B tokens in 90 minutes
 PUBLISHED = {"A100": "156,468 MPT-125M, 231,000 llm.c"}
-# Milliseconds of 524,288 tokens on an H200, 872 in all (dev/records/profile.json), scaled to bench.py's 841
-SCALE = 841 / 872
-COMPUTING = SCALE * (593.1 + 149.3)  # GEMMs and attention, whose roof is the peak: 66% and 23% of it
-MOVING = SCALE * (48.5 + 33.7 + 24.9 + 5.3 + 1.5)  # the other kernels, whose roof is the bandwidth: 55 to 69%
-IDLE = SCALE * 15.4
+# Milliseconds of 524,288 tokens on an H200, 857 in all (dev/records/profile.json), scaled to bench.py's 847
+SCALE = 847 / 857
+COMPUTING = SCALE * (615.5 + 128.3)  # GEMMs and attention: 64 and 27% of the tensor cores' peak
+MOVING = SCALE * (44.4 + 35.2 + 20.0 + 2.9 + 1.3)  # the other kernels: their roof is the bandwidth
+IDLE = SCALE * 9.6
 TOKENS = 524_288
 
 
