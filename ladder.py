@@ -52,7 +52,7 @@ class Ladder:
         ),
     ] = "all"
     ladder_seconds: float = flag(5.0, at_least=0)
-    """Seconds that each rung is timed, about, in turn with the rung before."""
+    """About how many seconds each rung is timed, in turn with the rung before."""
     ladder_steps: int = flag(10, at_least=ROUNDS)
     """Steps that each rung is timed, at least, in turn with the rung before, and again with the next."""
 

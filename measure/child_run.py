@@ -107,7 +107,8 @@ class ChildRun:
     def __init__(self, work, config, ranks, output):
         """Start work(config, pipe) in `ranks` processes. output: the file that gets what they print."""
         self.output = output
-        # Else PyTorch ends its workers a minute after a compilation, and a step takes a second longer
+        # Else a minute after a compilation PyTorch ends its workers, and a step takes a second longer. The process that
+        # the others are forked from imports torch._inductor, which reads this
         os.environ.setdefault("TORCHINDUCTOR_QUIESCE_ASYNC_COMPILE_POOL", "0")
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(PRELOAD)

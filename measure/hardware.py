@@ -2,9 +2,9 @@
 
     python -m measure.hardware
 
-The roofline model (Williams et al. 2009): an operation takes its FLOPs over the peak, or its bytes over the bandwidth,
-whichever is longer, at the share of that roof that the operation reaches on an H200 (dev/records/profile.json). It
-knows no power limit and no missing kernel: V100 and T4 have neither bf16 nor flash attention of PyTorch's.
+The roofline model (Williams et al. 2009): either the tensor cores' peak limits an operation or the memory's bandwidth.
+Its time on an H200 (dev/records/profile.json) is scaled by the ratio of the peaks, or of the bandwidths. No power limit
+and no missing kernel is modelled: V100 and T4 have neither bf16 nor flash attention of PyTorch's.
 """
 
 import common.interrupt  # first: Ctrl-C during the other imports

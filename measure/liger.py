@@ -36,7 +36,7 @@ class Liger:
     TITLE = "liger"
 
     seconds: float = flag(5.0, at_least=0)
-    """Seconds that each run is timed, at least, in turn with the run before."""
+    """About how many seconds each run is timed, in turn with the run before."""
 
 
 @dataclass

@@ -19,7 +19,7 @@ from config import Config, read_command_line
 from measure import figures
 from measure.child_run import SPEED, begin, count_devices, finish, shown_command, speed
 from measure.figures import describe
-from measure.turns import FIRST_STEPS, measure
+from measure.turns import FIRST_STEPS, SETTLING_SECONDS, measure
 from optimizations import RUNGS
 
 # Flags that have an effect on several GPUs only
@@ -73,7 +73,7 @@ def sweep(config, typed=()):
         changed = replace(config, **dict(gpus=gpus) | cell)
         row = measure_cell(changed, results, f"{index:02d}") | dict(cell=cell)
         draw = partial(figures.heat_map, axes, results.rows)
-        note = f"Medians of {config.steps} steps, after the first {FIRST_STEPS} and, on a GPU, another second."
+        note = f"Means of {config.steps} steps, after {FIRST_STEPS} and, on a GPU, another {SETTLING_SECONDS} s of steps."
         results.add(row, [describe(cell), *speed(row)], note, draw)
     done = sorted(results.done, key=lambda row: row["tokens_per_sec"])
     if not done:

@@ -27,8 +27,8 @@ from watch.hardware import ask_nvidia_smi, environment, flops_per_token, gpu_fac
 FIRST_STEPS = 3  # for compilation and the optimizer's states; training goes no further
 ROUNDS = 5  # in turn
 STUDENT_T = 2.776  # of a 95% interval, for ROUNDS - 1 degrees of freedom
-# On a GPU, of the untimed steps before a turn. The power limit makes the clock swing, once a second and less and less,
-# after every start of a load
+# Of the untimed steps before a turn on a GPU, whose steps' times swing after a load has started. With half a second the
+# means of turns were within 0.7% of the sustained speed, with a second within 1%: dev/records/clock_swing.json
 SETTLING_SECONDS = 0.5
 
 
@@ -59,7 +59,7 @@ class TimedRun(ChildRun):
         self.ask((untimed, steps))
         seconds, losses, tokens, self.peak_gb = self.answer()
         self.losses += losses
-        # The mean, since the clock swings. The first steps compile
+        # A step's: of the first steps, which compile, the shortest; then the mean, since their times swing
         self.seconds = statistics.mean(seconds) if self.seconds else min(seconds)
         self.rates.append(tokens / self.seconds)
         return self.rates[-1]
@@ -120,7 +120,7 @@ def compare(first, second, seconds, steps):
     """
     turn = max(seconds / ROUNDS, math.ceil(steps / ROUNDS) * max(first.seconds, second.seconds))
     turn = max(math.ceil(turn / run.seconds) * run.seconds for run in (first, second))
-    shares = {run: round(turn / run.seconds) for run in (first, second)}  # steps: both turns have about one length
+    shares = {run: round(turn / run.seconds) for run in (first, second)}  # steps; both turns last about equally long
     rounds, timed, asked = [], dict.fromkeys((first, second), 0.0), None
     for number in range(ROUNDS):  # B A, A B, ...: a drift of the clock cancels
         rates = {}

@@ -10,6 +10,7 @@ from conftest import expect_error
 from texts import write_corpus
 
 from measure import liger
+from measure.turns import ROUNDS
 
 SMALL = "--n_layer 1 --n_head 2 --n_embd 128 --seq_len 64 --micro_batch_size 2 --total_batch_size 128 --seconds 0"
 
@@ -26,7 +27,7 @@ def test_each_run_is_timed_in_turn(call_main, tmp_path):
     done = call_main("-m", "measure.liger", *SMALL.split(), "--data_dir", tmp_path, "--run_name", "in_turn")
     assert done.returncode == 0, done.stdout + done.stderr
     first, *others = json.loads((tmp_path / "log" / "in_turn" / "liger.json").read_text())["results"]
-    assert first["gain"] is None and all(len(row["gain"]["rounds"]) >= 5 for row in others)
+    assert first["gain"] is None and all(len(row["gain"]["rounds"]) == ROUNDS for row in others)
 
 
 @pytest.mark.gpu

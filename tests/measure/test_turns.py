@@ -4,6 +4,7 @@ import math
 import subprocess
 
 import pytest
+import torch
 from texts import write_corpus
 
 from config import INTERVALS, Config
@@ -64,7 +65,31 @@ def test_the_interval_is_that_of_students_t(mean):
     assert gain["is_clear"] == (mean > margin)
 
 
+class Replies(TimedRun):
+    """A TimedRun whose processes' replies are given."""
+
+    def __init__(self, cuda, *replies):
+        self.facts, self.replies, self.asked = dict(cuda=cuda), iter(replies), []
+        self.rates, self.losses, self.seconds = [], [], None
+
+    def ask(self, message):
+        self.asked.append(message)
+
+    def answer(self):
+        seconds, tokens = next(self.replies)
+        return seconds, [0.0] * len(seconds), tokens, 0.5
+
+
+@pytest.mark.parametrize("cuda, untimed", [(None, 1), ("13.2", math.ceil(SETTLING_SECONDS / 0.1))])
+def test_the_speed_is_that_of_the_mean_step(cuda, untimed):
+    """Of the first steps, which compile, that of the shortest."""
+    run = Replies(cuda, ([30, 0.1, 0.4], 10), ([0.1, 0.1, 0.4], 10))
+    assert run.train(3) == pytest.approx(100) and run.train(3) == pytest.approx(50)
+    assert run.asked == [(0, 3), (untimed, 3)]
+
+
 def print_steps():
+    print("workers end:", torch._inductor.config.quiesce_async_compile_pool)
     turns.train_step = lambda *args, step=turns.train_step: print("a step", flush=True) or step(*args)
 
 
@@ -75,12 +100,10 @@ def test_after_the_first_steps_the_weights_stay_as_they_are(tmp_path):
     plain = dict(device="cpu", compile=False, shuffle=False, warmup_steps=0, **dict.fromkeys(INTERVALS, 0))
     config, output = Config(data_dir=str(tmp_path), **small, **plain), tmp_path / "output.txt"
     run = TimedRun(config, 1, output, prepare=print_steps)
-    taken = [FIRST_STEPS]
-    for steps, cuda in ((2, None), (1, "13.2"), (2, "13.2"), (1, None)):
-        run.facts["cuda"] = cuda
-        taken.append(steps + (math.ceil(SETTLING_SECONDS / run.seconds) if cuda else 1))
-        run.train(steps)
+    run.train(2)
+    run.train(1)
     run.close()
-    assert output.read_text().count("a step") == sum(taken)
-    assert len(run.losses) == FIRST_STEPS + 6  # those of untimed steps are not among them
+    assert output.read_text().count("a step") == FIRST_STEPS + (1 + 2) + (1 + 1)
+    assert len(run.losses) == FIRST_STEPS + 3  # those of untimed steps are not among them
     assert len(set(run.losses)) == FIRST_STEPS + 1 and len(set(run.losses[FIRST_STEPS:])) == 1
+    assert "workers end: False" in output.read_text()
