@@ -73,7 +73,7 @@ def sweep(config, typed=()):
         changed = replace(config, **dict(gpus=gpus) | cell)
         row = measure_cell(changed, results, f"{index:02d}") | dict(cell=cell)
         draw = partial(figures.heat_map, axes, results.rows)
-        note = f"Means of {config.steps} steps, after {FIRST_STEPS} and, on a GPU, another {SETTLING_SECONDS} s of steps."
+        note = f"Means of {config.steps} steps, after {FIRST_STEPS} and, on a GPU, another {SETTLING_SECONDS} s."
         results.add(row, [describe(cell), *speed(row)], note, draw)
     done = sorted(results.done, key=lambda row: row["tokens_per_sec"])
     if not done:
