@@ -254,8 +254,7 @@ def command(tmp_path, tmp_path_factory):
                     process.send_signal(signal.SIGTERM)
             ended = select.select(running, [], [], TIMEOUT)[0]
             assert ended, f"still running after {TIMEOUT} s\n" + "".join(path.read_text() for path in outputs)
-        # That of a signal, if there is one: the other ranks end because of it
-        code = next(filter(None, sorted(process.returncode for process in processes)), 0)
+        code = next((process.returncode for process in processes if process.returncode), 0)
         return subprocess.CompletedProcess(command, code, *(path.read_text() for path in outputs))
 
     return call
