@@ -91,7 +91,7 @@ def averaging_seconds(config, distributed):
         return 0, gathered + scattered + all_reduced
     if config.parallel == "zero2":
         return scattered, gathered
-    return 2 * gathered + scattered, all_reduced
+    return (1 if has_one_unit(config) else 2) * gathered + scattered, all_reduced
 
 
 def step_time(config, distributed):

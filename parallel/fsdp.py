@@ -19,10 +19,10 @@ from optim.schedules import accumulation_steps
 from parallel import tensor
 
 # Minimum number of parameters in one all-gather. With smaller all-gathers Python takes longer to launch a block than
-# the GPU to compute it. GPT-2 124M with zero3 on two H200s: gathering four blocks together is 1.02 x as fast, 1.05 x
+# the GPU to compute it. GPT-2 124M with zero3 in blocks on two H200s: gathering four together is 1.02 x as fast, 1.05 x
 # with one micro-batch a step.
 MIN_ALL_GATHER_PARAMS = 25_000_000
-# Maximum number of parameters in the blocks of a model that zero1 and zero2 gather as one unit. A unit's hooks end a
+# Maximum number of parameters in the blocks of a model that zero1 to zero3 gather as one unit. A unit's hooks end a
 # compiled graph, and torch.compile fuses within a graph. GPT-2 124M on two H200s: 1.02 x as fast, with 0.4 GB more.
 MAX_ONE_UNIT_PARAMS = 100_000_000
 
@@ -71,7 +71,7 @@ def blocks_together(config):
 
 def is_one_unit(config, n_layer, n_embd):
     """Whether FSDP gathers a model of n_layer blocks, or a stage of one, as a whole."""
-    return config.parallel in ("zero1", "zero2") and 12 * n_layer * n_embd**2 <= MAX_ONE_UNIT_PARAMS
+    return config.parallel in ("zero1", "zero2", "zero3") and 12 * n_layer * n_embd**2 <= MAX_ONE_UNIT_PARAMS
 
 
 def shard(model, blocks, config, mesh):
@@ -79,7 +79,8 @@ def shard(model, blocks, config, mesh):
     DTensors, whose shards are the float32 master weights.
 
     A unit of blocks is all-gathered, in bf16 under autocast, while the unit before it computes; a model of one unit
-    first. zero1 and zero2 keep gathered weights until the step ends; zero3 and hsdp reshard a unit after its forward.
+    first. zero1 and zero2 keep gathered weights until the step ends; zero3 and hsdp reshard a unit of blocks after its
+    forward, and all units after their backward.
     """
     policy = MixedPrecisionPolicy(
         param_dtype=torch.bfloat16 if config.autocast == "bf16" else None,

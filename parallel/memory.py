@@ -149,8 +149,9 @@ def bytes_of_weights(config, distributed):
     if config.pipeline > 1:  # weights stay gathered, gradients whole and in float32, until the last micro-batch
         return own + (width + 4) * params
     unit = blocks_together(config) * 12 * config.n_embd**2 / config.tensor
-    # one unit computes, one is prefetched
-    gathered = params if config.parallel in ("ddp", "zero1", "zero2") else embeddings + 2 * unit
+    gathered = params
+    if config.parallel in ("zero3", "hsdp") and not has_one_unit(config):
+        gathered = embeddings + 2 * unit  # one computes, one is prefetched
     # a unit's gradients, and their float32 copy for the reduce-scatter
     reduced = params if has_one_unit(config) else max(unit, embeddings)
     accumulates = config.parallel == "zero1" and accumulation_steps(config, distributed.data_size) > 1

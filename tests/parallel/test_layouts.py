@@ -113,23 +113,24 @@ def placed(n_layer, distributed=ALONE, **flags):
 @pytest.mark.parametrize("how", ["off", "full", "selective"])
 def test_all_of_a_sharded_model_is_compiled(group, how):
     count = CompileCounter()
-    model = placed(7, parallel="zero3", activation_checkpointing=how)
+    model = placed(7, parallel="hsdp", activation_checkpointing=how)
     torch.compile(model, backend=count, dynamic=False)(*torch.randint(50257, (2, 2, 32))).backward()
     assert count.frame_count == 3  # embeddings, block, head
 
 
-def test_a_small_model_is_one_unit_with_weights_that_stay_gathered(group, monkeypatch):
+@pytest.mark.parametrize("mode", ["zero2", "zero3"])
+def test_a_small_model_is_one_unit(group, mode, monkeypatch):
     for limit, graphs in ((fsdp.MAX_ONE_UNIT_PARAMS, 1), (0, 3)):
         monkeypatch.setattr(fsdp, "MAX_ONE_UNIT_PARAMS", limit)
         torch._dynamo.reset()  # it remembers where forward's graph broke
         count = CompileCounter()
-        model = placed(7, parallel="zero2")
+        model = placed(7, parallel=mode)
         torch.compile(model, backend=count, dynamic=False)(*torch.randint(50257, (2, 2, 32))).backward()
         assert count.frame_count == graphs
 
 
 def test_small_blocks_are_gathered_together(group):
-    model = placed(7, parallel="zero3")
+    model = placed(7, parallel="hsdp")
     gathered = []
 
     def look(*_):

@@ -80,7 +80,7 @@ def test_figures_checkpoints_and_exports(train, train_several, command, tmp_path
 
 # the targets of context's ranks are a graph of their own; FSDP's hooks separate embeddings, blocks (one graph) and head
 @pytest.mark.parametrize(
-    "flags, graphs", [(dict(context=2), 2), (dict(context=2, parallel="zero3"), 4), (dict(tensor=2), 4)]
+    "flags, graphs", [(dict(context=2), 2), (dict(context=2, parallel="hsdp"), 4), (dict(tensor=2), 4)]
 )
 def test_all_of_a_split_model_is_compiled(two_ranks, flags, graphs):
     groups = {name: size for name, size in flags.items() if name != "parallel"}
