@@ -177,9 +177,9 @@ def hardware_table():
 
 
 def flash_attention():
-    """The versions of FlashAttention in attention.json, and the share of the H100's peak that their kernels reach."""
+    """The versions of FlashAttention in attention.json, and the share of the H200's peak that their kernels reach."""
     record = load("attention")
-    table, peak = record["flash_attention"], PEAK_TFLOPS["H100"]
+    table, peak = record["flash_attention"], PEAK_TFLOPS["H200"]
     for row in table["rows"]:
         for name, unit in (("forward", "forward TFLOP/s"), ("both", "TFLOP/s")):
             rates = {at["T"]: at[unit].get(row.get("kernel")) for at in record["rows"]}

@@ -8,7 +8,8 @@ With P parameters on a rank, 16-bit weights, float32 gradients, and x = B T C / 
     zero1        all-gather 2P, reduce-scatter 4P               once a step             overlaps
     zero2        all-gather 2P                                  once a step             overlaps
                  reduce-scatter 4P                              every micro-batch       overlaps
-    zero3        all-gather 2P twice, reduce-scatter 4P         every micro-batch       overlaps
+    zero3        all-gather 2P twice (one unit: once),          every micro-batch       overlaps
+                 reduce-scatter 4P
     hsdp         as zero3 in a machine; all-reduce of shards    once a step             overlaps
     tensor       4 all-gathers and 4 reduce-scatters of N x     every block             waits
     context      all-to-alls of 4x in forward, 4x in backward   every block             waits
@@ -32,7 +33,7 @@ STEP_SECONDS = 2e-3  # the update and the rest of a step of 124M; 1558M takes 25
 SLOWEST = 1.015  # several GPUs wait for the slowest
 # FSDP's computation, against DDP's; zero1 as zero2 and hsdp as zero3, not measured
 SHARDED = dict(ddp=1.03, zero1=1.03, zero2=1.03, zero3=1.05, hsdp=1.05)
-ONE_UNIT = 1.01  # of a model of one unit; zero1 and zero2 take 1.001 and 1.003 x ddp's time, and with this ddp is first
+ONE_UNIT = 1.01  # of a model of one unit: zero1 to zero3 take 1.009 to 1.011 x ddp's time
 COPIES = 1.5  # times the bytes of tensor's and context's collectives, which copy input and output; 124M, --context 2
 LATENCY = 20e-6  # of a collective, however small: an assumption
 RECOMPUTED = dict(off=1, selective=1.07, full=4 / 3)  # FLOPs of a block; selective: equivalent to 5% of a step

@@ -68,9 +68,9 @@ def test_memory_and_speed_are_those_measured():
         (1, dict(small, activation_checkpointing="full"), 5.3, 485200),
         (2, small, 21.4, 1172100),
         (4, small, 21.9, 2321200),
-        (2, dict(small, parallel="zero3"), 20.5, 1128800),
-        (2, dict(micro_batch_size=128, parallel="zero1"), 39.56, 1220600),
-        (2, dict(micro_batch_size=128, parallel="zero2"), 39.56, 1217956),
+        (2, dict(micro_batch_size=128, parallel="zero1"), 39.56, 1235698),
+        (2, dict(micro_batch_size=128, parallel="zero2"), 39.56, 1233237),
+        (2, dict(micro_batch_size=128, parallel="zero3"), 39.56, 1232882),
         (1, xl, 102.9, 53800),
         (2, xl, 102.9, 106000),
         (2, dict(xl, parallel="zero2"), 91.6, 103500),
@@ -90,7 +90,7 @@ def test_memory_and_speed_are_those_measured():
     # the modes of each model on two GPUs are in the measured order
     for of_model in rates.values():
         assert sorted(of_model) == sorted(of_model, key=lambda pair: pair[1])
-    assert [*map(len, rates.values())] == [2, 3, 3]
+    assert [*map(len, rates.values())] == [1, 3, 3]
 
 
 def test_the_plans_memory_adds_up_to_the_peak():
@@ -130,6 +130,7 @@ def test_measurements_to_which_no_formula_is_fitted():
     half, xl = dict(micro_batch_size=64), dict(model="gpt2-xl", total_batch_size=131072)
     large = dict(FULL, seq_len=4096, total_batch_size=65536)
     of_others, zero3 = dict(total_batch_size=262144), dict(parallel="zero3")
+    blocks = dict(parallel="hsdp")  # in one machine this is zero3 by blocks, also for small models
     medium, gpt2_large = dict(model="gpt2-medium", micro_batch_size=64), dict(model="gpt2-large", micro_batch_size=32)
     for rows in (
         ((1, small, 41.02, 597900),),
@@ -138,7 +139,7 @@ def test_measurements_to_which_no_formula_is_fitted():
         ((1, dict(of_others, model="gpt2-xl", micro_batch_size=16), 65.50, 50500),),
         (
             (2, small, 41.48, 1168100),
-            (2, dict(small, **zero3), 39.91, 1114300),
+            (2, dict(small, **blocks), 39.91, 1114300),
             (2, dict(half, pipeline=2), 27.62, 1011800),
             (2, dict(small, context=2), 23.08, 908100),
             (2, dict(small, **TENSOR), 52.50, 671900),
@@ -149,21 +150,21 @@ def test_measurements_to_which_no_formula_is_fitted():
         ),
         (
             (2, small, 40.73, 1223200),
-            (2, dict(small, **zero3), 39.16, 1178900),
+            (2, dict(small, **blocks), 39.16, 1178900),
             (2, dict(half, pipeline=2), 27.21, 1061100),
             (2, dict(small, context=2), 22.66, 974700),
             (2, dict(small, **TENSOR), 52.50, 748500),
         ),
         (
             (2, dict(longer, micro_batch_size=8), 21.62, 757600),
-            (2, dict(longer, **zero3, micro_batch_size=8), 20.32, 738900),
+            (2, dict(longer, **blocks, micro_batch_size=8), 20.32, 738900),
             (2, dict(longer, context=2, micro_batch_size=16), 22.74, 661600),
             (2, dict(longer, pipeline=2, micro_batch_size=2), 7.30, 628500),
             (2, dict(longer, **TENSOR, micro_batch_size=16), 52.29, 543900),
         ),
         (
             (2, dict(long, micro_batch_size=2), 21.90, 348800),
-            (2, dict(long, **zero3, micro_batch_size=2), 20.46, 341800),
+            (2, dict(long, **blocks, micro_batch_size=2), 20.46, 341800),
             (2, dict(long, context=2, micro_batch_size=4), 23.02, 324500),
             (2, dict(long, **TENSOR, micro_batch_size=4), 52.51, 293300),
             (2, dict(long, pipeline=2, micro_batch_size=1), 11.43, 267400),
@@ -182,7 +183,7 @@ def test_measurements_to_which_no_formula_is_fitted():
         *(
             [(2, dict(of_others, parallel=mode, **sizes), gb, rate) for mode, gb, rate in modes]
             for sizes, modes in (
-                (small, (("ddp", 41.48, 1162900), ("zero3", 39.91, 1114200))),
+                (small, (("ddp", 41.48, 1162900), ("hsdp", 39.91, 1114200))),
                 (medium, (("ddp", 56.79, 438700), ("zero2", 53.02, 426900), ("zero3", 52.50, 419800))),
                 (gpt2_large, (("ddp", 62.55, 199200), ("zero2", 53.89, 193300), ("zero3", 52.64, 189200))),
             )
