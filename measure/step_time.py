@@ -17,7 +17,8 @@ With P parameters on a rank, 16-bit weights, float32 gradients, and x = B T C / 
 
 (Rajbhandari et al. 2020, "ZeRO", section 7; Narayanan et al. 2021, sections 2.2 and 3.2; Korthikanti et al. 2022;
 Jacobs et al. 2023, "DeepSpeed Ulysses", section 3.2). The embedding table never overlaps: its gather comes before the
-first block, and its gradient is complete after all others. With --pipeline all averaging waits, and so does the bubble.
+first block, and its gradient is complete after all others. All averaging waits in a model of one FSDP unit, and with
+--pipeline, where the bubble waits too.
 """
 
 from data.tokenizer import VOCAB_SIZE

@@ -78,9 +78,17 @@ def test_figures_checkpoints_and_exports(train, train_several, command, tmp_path
     expect_error(call_main("sample.py", final("pipeline")), "is damaged: shard-00001-", "is not what was written")
 
 
-# the targets of context's ranks are a graph of their own; FSDP's hooks separate embeddings, blocks (one graph) and head
+# the targets of the ranks of context and tensor are a graph of their own; hooks of FSDP's units separate embeddings,
+# blocks (one graph) and head
 @pytest.mark.parametrize(
-    "flags, graphs", [(dict(context=2), 2), (dict(context=2, parallel="hsdp"), 4), (dict(tensor=2), 4)]
+    "flags, graphs",
+    [
+        (dict(context=2), 2),
+        (dict(context=2, parallel="zero3"), 2),
+        (dict(context=2, parallel="hsdp"), 4),
+        (dict(tensor=2), 4),
+        (dict(tensor=2, parallel="zero3"), 2),
+    ],
 )
 def test_all_of_a_split_model_is_compiled(two_ranks, flags, graphs):
     groups = {name: size for name, size in flags.items() if name != "parallel"}
