@@ -110,9 +110,10 @@ def placed(n_layer, distributed=ALONE, **flags):
     return model
 
 
-@pytest.mark.parametrize("how", ["off", "full", "selective"])
-@pytest.mark.parametrize("mode, graphs", [("zero3", 1), ("hsdp", 3)])  # hsdp: embeddings, block, head
-def test_all_of_a_sharded_model_is_compiled(group, mode, graphs, how):
+@pytest.mark.parametrize(  # hsdp: embeddings, block, head
+    "mode, how, graphs", [("zero3", "full", 1), ("hsdp", "off", 3), ("hsdp", "full", 3), ("hsdp", "selective", 3)]
+)
+def test_all_of_a_sharded_model_is_compiled(group, mode, how, graphs):
     torch.compiler.reset()
     count = CompileCounter()
     model = placed(7, parallel=mode, activation_checkpointing=how)
