@@ -228,7 +228,7 @@ def test_memory_speed_and_order_of_split_models_are_those_measured():
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_optimizer_states_take_what_is_estimated(optimizer):
-    sizes = dict(n_layer=4, n_head=2, n_embd=64)
+    sizes = dict(n_layer=24, n_head=2, n_embd=64)
     flags = dict(optimizer=optimizer, compile=False)
     config = sized(seq_len=64, micro_batch_size=1, **flags, **sizes)
     model = GPT(GPTConfig(seq_len=64, **sizes))

@@ -125,7 +125,7 @@ def test_all_of_a_sharded_model_is_compiled(group, mode, how, graphs):
 def test_a_small_model_is_one_unit(group, mode, monkeypatch):
     for limit, graphs in ((fsdp.MAX_ONE_UNIT_PARAMS, 1), (0, 3)):
         monkeypatch.setattr(fsdp, "MAX_ONE_UNIT_PARAMS", limit)
-        torch._dynamo.reset()  # it remembers where forward's graph broke
+        torch.compiler.reset()  # it remembers where forward's graph broke
         count = CompileCounter()
         model = placed(7, parallel=mode)
         torch.compile(model, backend=count, dynamic=False)(*torch.randint(50257, (2, 2, 32))).backward()

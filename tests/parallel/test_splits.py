@@ -82,7 +82,12 @@ def test_figures_checkpoints_and_exports(train, train_several, command, tmp_path
 # blocks (one graph) and head
 @pytest.mark.parametrize(
     "flags, graphs",
-    [(dict(context=2, parallel="zero3"), 2), (dict(context=2, parallel="hsdp"), 4), (dict(tensor=2), 4)],
+    [
+        (dict(context=2), 2),
+        (dict(context=2, parallel="zero3"), 2),
+        (dict(context=2, parallel="hsdp"), 4),
+        (dict(tensor=2), 4),
+    ],
 )
 def test_all_of_a_split_model_is_compiled(two_ranks, flags, graphs):
     groups = {name: size for name, size in flags.items() if name != "parallel"}

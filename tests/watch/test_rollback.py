@@ -78,7 +78,9 @@ def train_with_a_flipped_bit(train, script, ranks, flags):
     return run
 
 
-@pytest.mark.parametrize("ranks, flags", [(1, ["--optimizer", "muon"]), (2, ["--parallel", "zero3"])])
+@pytest.mark.parametrize(
+    "ranks, flags", [(1, ["--optimizer", "muon"]), (2, []), (2, ["--parallel", "zero3"]), (2, ["--tensor", 2])]
+)
 def test_a_flipped_bit_does_not_end_a_run(train, script, ranks, flags):
     train_with_a_flipped_bit(train, script, ranks, flags)
 
